@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from deploy.config import ROLES, ClusterConfig, Group, Role
+from deploy.reconcile import free_names
 from engine.errors import ConfigError
 from serving.rpc.address import is_loopback
 
@@ -100,10 +101,10 @@ def plan(config: ClusterConfig, machines: Sequence[Machine], there: Sequence[str
     for role in ROLES:
         group = config.group(role)
         num_there = sum(name.startswith(f"{role}-") for name in there)
-        for index in range(num_there, group.replicas):
+        for name in free_names(role, there, group.replicas - num_there):
             chosen = choose(role, group, machines)
             problem = "" if chosen else why_none(role, group, machines)
-            planned.append(Planned(f"{role}-{index}", role, next(iter(chosen), None), problem))
+            planned.append(Planned(name, role, next(iter(chosen), None), problem))
             if chosen:
                 chosen[0].add(role, group.bundle())
     return planned

@@ -1,14 +1,16 @@
 """The next steps from the members that there are to those that are wanted. Pure: no Ray, no clock.
 
-    0 old, 1 old      surge:         +2 new, -0 old, +0 new, -1 old      one more than wanted
-                      drain_first:   -0 old, +0 new, -1 old, +1 new      one fewer
+    0 old, 1 old      surge:         +2 new, -1 old, +1 new, -0 old      one more than wanted
+                      drain_first:   -1 old, +1 new, -0 old, +0 new      one fewer
 
-One member of a role changes at a time, and the next only once the new one serves.
+One member of a role changes at a time, and the next only once the new one serves. Fewer wanted
+members do not wait for that.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import count, islice
 from typing import TypeAlias
 
 from deploy.config import ClusterConfig, Role
@@ -72,43 +74,39 @@ def next_steps(config: ClusterConfig, seen: Sequence[Seen]) -> list[Step]:
     ]
 
 
+def free_names(role: Role, taken: Sequence[str], number: int) -> list[str]:
+    """Names of new members, by the lowest numbers that are free."""
+    names = (f"{role}-{index}" for index in count())
+    return list(islice((name for name in names if name not in taken), max(number, 0)))
+
+
 def _of_role(config: ClusterConfig, role: Role, seen: Sequence[Seen]) -> list[Step]:
     group = config.group(role)
-    wanted = group.replicas
+    is_surge = group.rolling_update == "surge"
     staying = [it for it in seen if it.stage is not Stage.DRAINING]
-    current = [it for it in staying if it.is_current]
-    outdated = [it for it in staying if not it.is_current]
+    num_draining = len(seen) - len(staying)
     # One that failed comes back under its name; an outdated one does not come back as it was.
-    again: list[Step] = [
-        Start(it.name) for it in current if it.stage is Stage.FAILED and it.may_start
+    dead = [it for it in staying if it.stage is Stage.FAILED and not it.is_current]
+    kept = sorted((it for it in staying if it not in dead), key=_first_to_leave)
+    current = [it for it in kept if it.is_current]
+    outdated = [it for it in kept if not it.is_current]
+    is_calm = num_draining == 0 and all(it.stage is Stage.SERVING for it in current)
+    surplus = len(kept) - group.replicas
+    excess = surplus - (1 if is_surge and outdated else 0)
+    num_new, leaving = 0, kept[: max(excess, 0)]
+    if surplus < 0:
+        # Without room for one more, a new one waits for the end of the one before.
+        num_new = -surplus - (0 if is_surge else num_draining)
+    elif is_calm and outdated and not leaving:
+        num_new, leaving = (1, []) if is_surge and surplus == 0 else (0, outdated[:1])
+    again = [it for it in current if it.stage is Stage.FAILED and it.may_start]
+    return [
+        *(Start(it.name) for it in again if it not in leaving),
+        *(Drain(it.name) for it in [*dead, *leaving]),
+        *(Start(name) for name in free_names(role, [it.name for it in seen], num_new)),
     ]
-    dead: list[Step] = [Drain(it.name) for it in outdated if it.stage is Stage.FAILED]
-    missing = wanted - len(staying) + len(dead)
-    if missing > 0:
-        return [*again, *dead, *_starts(role, seen, missing)]
-    surplus = len(staying) - len(dead) - wanted
-    outdated = [it for it in outdated if it.stage is not Stage.FAILED]
-    if not outdated:
-        leaving = sorted(current, key=_last_to_leave)[:surplus]
-        return [*again, *dead, *(Drain(it.name) for it in leaving)]
-    is_calm = len(staying) == len(seen) and all(it.stage is Stage.SERVING for it in current)
-    if not is_calm:
-        return [*again, *dead]
-    match group.rolling_update:
-        case "surge" if surplus == 0:
-            return [*again, *dead, *_starts(role, seen, 1)]
-        case _:
-            oldest = min(outdated, key=_last_to_leave)
-            return [*again, *dead, Drain(oldest.name)]
 
 
-def _last_to_leave(member: Seen) -> tuple[bool, int, int]:
-    """Members that serve, that hold most for others, and of low numbers leave last."""
-    return member.stage is Stage.SERVING, member.num_busy, -member.index
-
-
-def _starts(role: Role, seen: Sequence[Seen], number: int) -> list[Step]:
-    """New members, by the lowest numbers that are free."""
-    taken = {it.index for it in seen}
-    free = [index for index in range(len(taken) + number) if index not in taken]
-    return [Start(f"{role}-{index}") for index in free[:number]]
+def _first_to_leave(member: Seen) -> tuple[bool, bool, int, int]:
+    """Before those that serve, that are current, that hold much for others, and low numbers."""
+    return member.stage is Stage.SERVING, member.is_current, member.num_busy, -member.index
