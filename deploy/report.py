@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 NODE_ROLES: Final[tuple[Role, ...]] = ("prefill", "decode")
 SECRETS: Final = ("cluster_token", "api_key")
+VARIABLES: Final = "runtime_env.env_vars."
+"""Variables of processes hold keys of hubs and stores."""
 
 
 def changes(old: ClusterConfig | None, new: ClusterConfig) -> Iterator[str]:
@@ -34,7 +36,7 @@ def changes(old: ClusterConfig | None, new: ClusterConfig) -> Iterator[str]:
         after["cluster_token"] = before["cluster_token"]
     changed = [key for key in sorted(before | after) if before.get(key) != after.get(key)]
     for key in changed:
-        is_secret = key.rpartition(".")[2] in SECRETS
+        is_secret = key.rpartition(".")[2] in SECRETS or key.startswith(VARIABLES)
         was, will = ("***", "***") if is_secret else (before.get(key), after.get(key))
         yield f"~ {key}: {was} -> {will}"
     if not changed:
@@ -83,7 +85,7 @@ def status_table(status: "ClusterStatus") -> Table:
     """All members, under a line that counts those that serve beside those that are wanted."""
     config = status.config
     if config is None:
-        return Table(title="no cluster")
+        return Table("no cluster", box=None)
     counts = [f"{role} {status.count(role)} of {config.group(role).replicas}" for role in ROLES]
     title = f"cluster {config.name}, generation {status.generation}: {', '.join(counts)}"
     table = Table(box=SIMPLE, padding=(0, 1, 0, 0), title=title, title_justify="left")
@@ -108,10 +110,10 @@ def status_table(status: "ClusterStatus") -> Table:
 
 
 def _flat(config: ClusterConfig) -> Iterator[tuple[str, Any]]:
-    """Every value of a cluster file by its path."""
+    """Every value of a cluster file by its path; an empty mapping is as none."""
 
     def walk(path: str, value: Any) -> Iterator[tuple[str, Any]]:
-        if isinstance(value, dict) and value:
+        if isinstance(value, dict):
             for key, each in value.items():
                 yield from walk(f"{path}.{key}" if path else str(key), each)
         else:

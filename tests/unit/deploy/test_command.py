@@ -1,5 +1,6 @@
 """The command `tandem`: what an installed package has to offer."""
 
+import os
 import subprocess
 import sys
 import tomllib
@@ -64,6 +65,38 @@ def test_what_needs_an_extra_says_so_and_still_has_a_help(name: str, tmp_path: P
     helped = tandem(name, "--help", folder=tmp_path, without=packages)
     assert helped.returncode == 0, helped.stderr
     assert f"Usage: tandem {name} " in helped.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "told"),
+    [
+        ("status", 3, "error: no cluster is up (no {folder}/tandem-"),
+        ("down", 3, "error: no cluster is up (no {folder}/tandem-"),
+        ("drain decode-0 --name tandem", 3, "error: no cluster is up (no {folder}/tandem-"),
+        ("apply {folder}/none.yaml", 2, "error: {folder}/none.yaml: No such file"),
+        ("plan {folder}/wrong.yaml", 2, "error: {folder}/wrong.yaml:2: decode.replicas: must be"),
+        ("up {folder}/wrong.yaml", 2, "error: {folder}/wrong.yaml:2: decode.replicas: must be"),
+        ("scale decode=x", 2, "'decode=x': write ROLE=NUMBER, with prefill, decode, proxy"),
+        ("scale decoder=2", 2, "'decoder=2': write ROLE=NUMBER"),
+        ("scale decode=-1", 2, "'decode=-1': write ROLE=NUMBER"),
+        ("logs decode-0 --lines 0", 2, "'--lines'"),
+    ],
+)
+def test_clusters_refuse_by_exit_status_before_there_is_a_ray(
+    words: str, status: int, told: str, tmp_path: Path
+) -> None:
+    (tmp_path / "wrong.yaml").write_text("model: m\ndecode: {replicas: 0}\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "deploy", *words.format(folder=tmp_path).split()],
+        cwd=ROOT,
+        env={**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == status, done
+    assert told.format(folder=tmp_path) in " ".join(done.stderr.split())
 
 
 def test_what_programs_read_is_packaged() -> None:
