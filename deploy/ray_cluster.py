@@ -66,7 +66,8 @@ class RayThread:
         try:
             return future.result(seconds)
         except TimeoutError as error:
-            self.is_stuck = True
+            # An actor that is late ends the call, and leaves the thread free.
+            self.is_stuck = not future.done()
             raise DeadlineExceededError(f"{what}: Ray has not answered in {seconds:g} s") from error
         except ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, TandemError):

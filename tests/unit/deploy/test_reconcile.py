@@ -311,6 +311,26 @@ def test_without_room_for_one_more_a_new_one_waits(num_draining: int, num_new: i
     assert cluster.steps() == [Start(f"decode-{index}") for index in range(num_new)]
 
 
+@pytest.mark.parametrize(
+    ("wanted", "is_current", "may_start", "expected"),
+    [
+        (2, True, False, []),
+        (2, True, True, [Start("decode-1")]),
+        (2, False, True, [Drain("decode-1"), Start("decode-2")]),
+        (1, True, True, [Drain("decode-1")]),
+        (1, False, False, [Drain("decode-1")]),
+    ],
+)
+def test_one_that_failed_comes_back_while_it_is_wanted_as_it_was(
+    wanted: int, is_current: bool, may_start: bool, expected: list[Step]
+) -> None:
+    cluster = Cluster(2, "surge", "decode")
+    cluster.settle()
+    cluster.wanted = wanted
+    cluster.change("decode-1", stage=Stage.FAILED, is_current=is_current, may_start=may_start)
+    assert cluster.steps() == expected
+
+
 def test_each_role_takes_its_own_steps() -> None:
     config = ClusterConfig(model="m")
     there = [Seen("prefill-0", "prefill", Stage.SERVING, is_current=False)]
