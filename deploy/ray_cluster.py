@@ -8,6 +8,7 @@ import logging
 import math
 import secrets
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
@@ -33,8 +34,11 @@ from engine.errors import ConfigError, DeadlineExceededError, TandemError, Unava
 NAMESPACE: Final = "tandem"
 CONTROLLER: Final = "controller"
 OBJECT_STORE_BYTES: Final = 80 << 20
+LISTEN_S: Final = 5.0
 CONNECT_S: Final = 30.0
 CALL_S: Final = 20.0
+LEAVE_S: Final = 3.0
+"""A process that was interrupted may have a call under way."""
 EMBED_S: Final = 120.0
 WAIT_S: Final = 900.0
 STOP_S: Final = 300.0
@@ -92,12 +96,14 @@ class RayThread:
 @contextmanager
 def connected(address: str) -> Iterator[RayThread]:
     """A running Ray. Raises UnavailableError when none answers or lets us in."""
+    _look_for(address)
     thread = RayThread()
+    # There is nothing to leave before it is done: Ctrl-C ends the process at once.
+    _init(thread, f"no Ray at {address}, or another token", CONNECT_S, address=address)
     try:
-        _init(thread, f"no Ray at {address}, or another token", CONNECT_S, address=address)
         yield thread
     finally:
-        _shut_down(thread)
+        _shut_down(thread, LEAVE_S)
 
 
 @contextmanager
@@ -119,7 +125,7 @@ def embedded(folder: Path, resources: dict[str, float]) -> Iterator[tuple[RayThr
             )
         yield thread, str(ray.get_runtime_context().gcs_address)
     finally:
-        _shut_down(thread)
+        _shut_down(thread, CALL_S)
 
 
 class Clusters:
@@ -295,6 +301,17 @@ class Cluster:
                     remove_placement_group(ray.util.get_placement_group(group["name"]))
 
 
+def _look_for(address: str) -> None:
+    """Raises UnavailableError where nobody listens, which Ray takes half a minute to find out."""
+    host, _, port = address.rpartition(":")
+    if not port.isdecimal():  # such as auto
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), LISTEN_S).close()
+    except (OSError, OverflowError) as error:
+        raise UnavailableError(f"no Ray at {address}: {error}") from error
+
+
 def _init(thread: RayThread, problem: str, seconds: float, **options: Any) -> None:
     def init() -> None:
         ray.init(namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR, **options)
@@ -302,10 +319,10 @@ def _init(thread: RayThread, problem: str, seconds: float, **options: Any) -> No
     thread.call(problem, seconds, init)
 
 
-def _shut_down(thread: RayThread) -> None:
+def _shut_down(thread: RayThread, seconds: float) -> None:
     if not thread.is_stuck:
         with suppress(DeadlineExceededError):
-            thread.call("leave Ray", CALL_S, ray.shutdown)
+            thread.call("leave Ray", seconds, ray.shutdown)
 
 
 def _tail(file: str, num_lines: int) -> str:

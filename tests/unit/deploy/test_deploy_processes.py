@@ -22,6 +22,13 @@ end_descendants(0.0)
 end_descendants(0.0)  # of nobody
 """
 
+RAY_STARTER = """
+import signal
+from deploy.ray_cluster import RayThread
+blocked = RayThread().call("look", 30.0, lambda: signal.pthread_sigmask(signal.SIG_BLOCK, []))
+print(*sorted(each.name for each in blocked), flush=True)
+"""
+
 
 @pytest.fixture
 def sleeper() -> Iterator[subprocess.Popen[bytes]]:
@@ -51,3 +58,10 @@ def test_a_zombie_is_gone(sleeper: subprocess.Popen[bytes]) -> None:
     assert now.status() == psutil.STATUS_ZOMBIE
     assert not is_alive(now)
     assert now not in descendants()
+
+
+def test_signals_to_a_whole_group_spare_the_ray_that_a_command_starts() -> None:
+    """Else a service manager's SIGTERM ends Ray before the cluster on it could be stopped."""
+    with subprocess.Popen([sys.executable, "-c", RAY_STARTER], stdout=subprocess.PIPE) as starter:
+        said, _ = starter.communicate(timeout=60)
+    assert said.decode().split() == ["SIGHUP", "SIGINT", "SIGTERM"]
