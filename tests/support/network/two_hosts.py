@@ -43,6 +43,12 @@ class Host:
         self._inside = ThreadPoolExecutor(3, thread_name_prefix=name, initializer=inside)
         self.servers: list[ServerProcess] = []
 
+    @property
+    def inside(self) -> tuple[str, ...]:
+        """Runs a command on this host, where it sees a kernel that was booted on its own."""
+        seen = 'mount --bind "$0" /proc/sys/kernel/random/boot_id && exec "$@"'
+        return ("ip", "netns", "exec", self.name, "sh", "-c", seen, str(self._boot_id))
+
     def launch(self, kind: str, model: Path, log: Path, *flags: str) -> ServerProcess:
         """A node that listens on this host's end of the cable; it does not serve yet."""
         return self.start(
@@ -50,10 +56,8 @@ class Host:
         )
 
     def start(self, kind: str, log: Path, *flags: str) -> ServerProcess:
-        """A server that does not serve yet; it sees a kernel that was booted on its own."""
-        seen = 'mount --bind "$0" /proc/sys/kernel/random/boot_id && exec "$@"'
-        inside = ("ip", "netns", "exec", self.name, "sh", "-c", seen, str(self._boot_id))
-        server = ServerProcess.launch(log, kind, *flags, inside=inside, UCX_TLS="tcp")
+        """A server that does not serve yet."""
+        server = ServerProcess.launch(log, kind, *flags, inside=self.inside, UCX_TLS="tcp")
         self.servers.append(server)
         return server
 
@@ -63,7 +67,7 @@ class Host:
 
     def begin(self, server: ServerProcess, body: dict[str, Any]) -> Future[dict[str, Any]]:
         """Posts a completion request and does not wait."""
-        return self._inside.submit(self._post, f"{server.url}/v1/completions", body)
+        return self._inside.submit(self.post, f"{server.url}/v1/completions", body)
 
     def do(self, action: Callable[..., Made], *arguments: object) -> Made:
         """Runs an action that talks to servers of this host; returns its result."""
@@ -96,7 +100,8 @@ class Host:
             self._boot_id.unlink(missing_ok=True)
             self._inside.shutdown()
 
-    def _post(self, url: str, body: dict[str, Any]) -> dict[str, Any]:
+    def post(self, url: str, body: dict[str, Any]) -> dict[str, Any]:
+        """The reply. Only in a thread of this host: see `do`."""
         headers = {"Content-Type": "application/json", "Authorization": f"Bearer {API_KEY}"}
         request = urllib.request.Request(url, json.dumps(body).encode(), headers)
         with urllib.request.urlopen(request, timeout=ANSWER_S) as reply:
