@@ -46,6 +46,8 @@ COMMANDS = sorted({text for page in PAGES for text in commands(page.read_text())
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules")
 @pytest.mark.parametrize("text", COMMANDS)
 def test_every_command_of_a_document_is_taken(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Documents export it before the commands that need it.
+    monkeypatch.setenv("TANDEM_CLUSTER_TOKEN", "of a document")
     config_of(shlex.split(text), monkeypatch)
 
 

@@ -11,7 +11,7 @@ from deploy.config import ClusterConfig, DecodeGroup, DecodeScaling, PrefillGrou
 from deploy.controller import ClusterStatus, MemberStatus
 from deploy.placement import Machine, Planned
 from deploy.reconcile import Stage
-from deploy.report import changes, placement_table, status_table, url_of_proxy
+from deploy.report import changes, placement_table, status_table, urls_of_proxies
 
 OLD = ClusterConfig(
     model="m",
@@ -53,12 +53,12 @@ def test_a_first_cluster_is_told_by_its_members() -> None:
         (
             {"decode": DecodeGroup(autoscaling=DecodeScaling(max_replicas=7))},
             [
+                "~ decode.autoscaling.downscale_delay_s: None -> 300.0",
                 "~ decode.autoscaling.max_kv_cache_usage: None -> 0.85",
                 "~ decode.autoscaling.max_replicas: None -> 7",
                 "~ decode.autoscaling.min_replicas: None -> 1",
-                "~ decode.autoscaling.scale_down_after: None -> 300.0",
-                "~ decode.autoscaling.scale_up_after: None -> 10.0",
-                "~ decode.autoscaling.target_sequences: None -> 32",
+                "~ decode.autoscaling.target_ongoing_requests: None -> 32",
+                "~ decode.autoscaling.upscale_delay_s: None -> 10.0",
             ],
         ),
     ],
@@ -119,13 +119,14 @@ def test_members_stand_beside_what_is_wanted() -> None:
         ["decode-0", "serving", "http://10.0.0.1/decode-0", "engine-decode-0", *place],
         ["decode-1", "serving,", "outdated", "http://10.0.0.1/decode-1", "engine-decode-1", *place],
         ["proxy-0", "warming", "http://10.0.0.1/proxy-0", "engine-proxy-0", *place],
+        ["clients", "ask", "http://10.0.0.1/proxy-0/v1"],
     ]
-    assert url_of_proxy(status) == "http://10.0.0.1/proxy-0"
+    assert urls_of_proxies(status) == ["http://10.0.0.1/proxy-0"]
 
 
 def test_no_cluster_has_no_members_and_no_url() -> None:
     assert shown(status_table(ClusterStatus())) == [["no", "cluster"]]
-    assert url_of_proxy(ClusterStatus()) == ""
+    assert urls_of_proxies(ClusterStatus()) == []
     assert not ClusterStatus().is_whole
 
 

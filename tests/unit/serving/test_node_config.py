@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from connector.pd.config import PdConnectorConfig
 from connector.registry import builder_of
-from deploy.config import load_cluster
+from deploy.config import Role, load_cluster
 from engine.errors import ConfigError
 from proxy.config import ProxyConfig
 from serving.cli import node_app
@@ -31,7 +31,7 @@ def test_prefixes_are_cached_unless_told_otherwise(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["prefill", "decode"])
-def test_every_node_of_the_demo_caches_prefixes(kind: str) -> None:
+def test_every_node_of_the_demo_caches_prefixes(kind: Role) -> None:
     assert load_cluster().node(kind).enable_prefix_caching
 
 
