@@ -80,7 +80,8 @@ def apply(
         running = clusters.named(config.name)
         before = running.status()
         planned = running.plan(config)
-        check_hosts(config, planned)
+        there = {it.told.node_ip for it in before.members if it.told is not None}
+        check_hosts(config, planned, there)
         console.print(*changes(before.config, config), sep="\n", highlight=False, markup=False)
         if planned:
             console.print(placement_table(planned))

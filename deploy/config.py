@@ -16,11 +16,14 @@ from serving.rpc.address import is_loopback
 DEMO_CLUSTER: Final = Path(__file__).parent / "configs" / "demo.yaml"
 OWN_HOST: Final = "auto"
 MAX_DRAIN_S: Final = 600.0
+DRAIN_S: Final = 60.0
+"""Of nodes, unless given: longer than the lease of a prefill that nobody has pulled."""
+MAX_REPLICAS: Final = 1024
 Role = Literal["prefill", "decode", "proxy"]
 ROLES: Final[tuple[Role, ...]] = ("prefill", "decode", "proxy")
 Strategy = Literal["PACK", "SPREAD", "STRICT_SPREAD"]
 Amount = Annotated[float, Meta(ge=0.0)]
-Replicas = Annotated[int, Meta(ge=0, le=1024)]
+Replicas = Annotated[int, Meta(ge=0, le=MAX_REPLICAS)]
 Label = Annotated[str, Meta(pattern=r"^[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?$")]
 
 
@@ -169,7 +172,10 @@ class ClusterConfig(Config, frozen=True, kw_only=True):
     ]
     config: Annotated[
         dict[str, Any],
-        Meta(description="Options of all nodes, such as `prefix_hash_seed`, which must be equal."),
+        Meta(
+            description="Options of all nodes, such as `prefix_hash_seed`, which must be equal. "
+            "`drain_timeout` is 60 unless given."
+        ),
     ] = msgspec.field(default_factory=dict)
     prefill: Annotated[PrefillGroup, Meta(description="Prefill nodes.")] = PrefillGroup()
     decode: Annotated[DecodeGroup, Meta(description="Decode nodes.")] = DecodeGroup()
@@ -243,13 +249,19 @@ class ClusterConfig(Config, frozen=True, kw_only=True):
                 "decode.config.prefix_hash_seed: differs between nodes; give it once, in config"
             )
         self.proxy_config()
-        for name, group in (("decode", self.decode), ("proxy", self.proxy)):
-            if group.replicas < 1:
-                raise ConfigError(f"{name}.replicas: must be at least 1")
+        for name, group, least in (
+            ("prefill", self.prefill, 0),
+            ("decode", self.decode, 1),
+            ("proxy", self.proxy, 1),
+        ):
+            if group.replicas < least:
+                raise ConfigError(f"{name}.replicas: must be at least {least}")
+            if group.replicas > MAX_REPLICAS:
+                raise ConfigError(f"{name}.replicas: must be at most {MAX_REPLICAS}")
 
     def _shared_fields(self) -> dict[str, Any]:
         given = {"model": self.model, "port": 0, "cluster_token": self.cluster_token}
-        return {**given, **self.config}
+        return {**given, "drain_timeout": DRAIN_S, **self.config}
 
 
 def load_cluster(file: Path = DEMO_CLUSTER) -> ClusterConfig:

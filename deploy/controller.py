@@ -84,6 +84,7 @@ class Controller:
         self._specs: dict[Role, Spec] = {}
         self._members: dict[str, Member] = {}
         self._lives: Counter[str] = Counter()
+        self._ports: dict[str, int] = {}  # of proxies, by name: clients know them
         self._events: deque[tuple[float, str]] = deque(maxlen=MAX_EVENTS)
         self._is_stopping = False
         self._autoscaler = Autoscaler()
@@ -303,9 +304,9 @@ class Controller:
             desired=msgspec.json.encode(self._desired),
         )
         member = Member(birth, self._home, spec)
+        member.former_port = self._ports.get(name, 0)
         if former is not None:
             member.num_short = former.num_short
-            member.former_port = 0 if former.told is None else port_of(former.told.url)
         self._begin(member)
 
     def _begin(self, member: Member) -> None:
@@ -319,6 +320,8 @@ class Controller:
         stage = self._stage_of(member)
         if stage is Stage.SERVING and not member.has_served:
             member.has_served = True
+            if member.role == "proxy" and member.told is not None:
+                self._ports[member.name] = port_of(member.told.url)
             self._event(f"{member.name} serves")
         return Seen(
             member.name,

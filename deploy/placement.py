@@ -6,7 +6,7 @@ machine's label. What others take meanwhile Ray alone knows: the next machine is
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from deploy.config import ROLES, ClusterConfig, Group, Role
@@ -110,9 +110,14 @@ def plan(config: ClusterConfig, machines: Sequence[Machine], there: Sequence[str
     return planned
 
 
-def check_hosts(config: ClusterConfig, planned: Sequence[Planned]) -> None:
-    """Raises ConfigError for members that serve loopback, on more than one machine."""
-    addresses = {it.machine.address for it in planned if it.machine is not None}
+def check_hosts(
+    config: ClusterConfig, planned: Sequence[Planned], there: Collection[str] = ()
+) -> None:
+    """Raises ConfigError for members that serve loopback, on more than one machine.
+
+    `there`: the addresses of machines with members already.
+    """
+    addresses = {it.machine.address for it in planned if it.machine is not None}.union(there)
     for role in ROLES if len(addresses) > 1 else ():
         options = config.proxy_config() if role == "proxy" else config.node(role)
         if config.group(role).replicas and is_loopback(options.host):

@@ -193,6 +193,37 @@ def test_up_status_and_down(up: Up) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("name", ["kv_both", "shared_tiers"])
+def test_an_example_starts_and_answers(name: str, model: Path, tmp_path: Path) -> None:
+    """With a small model in place of a large one, and a folder of the test's."""
+    text = (ROOT / f"deploy/configs/{name}.yaml").read_text()
+    for found, mine in (
+        (r"^model: .*", f"model: {model}"),
+        (r"/srv/kv", str(tmp_path / "kv")),
+        (r"\[(tandem|qwen)\]", "[tiny]"),
+        (r"port: 8000", "port: 0"),
+        (r"num_cpus: \d", "num_cpus: 0.1"),
+        (r"(memory_bytes|host_bytes|disk_bytes): \d+", r"\1: 33554432"),
+    ):
+        text = re.sub(found, mine, text, flags=re.M)
+    (tmp_path / "cluster.yaml").write_text(text)
+    log, environment = tmp_path / "log", {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)}
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "deploy", "up", str(tmp_path / "cluster.yaml")],
+            env=environment,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+        )
+    example = Up(process, log, environment)
+    try:
+        assert len(complete(_url_of_proxy(example.wait_until_up()))[0]) == 8
+    finally:
+        process.terminate()
+        assert process.wait(60) == 0, log.read_text()
+
+
+@pytest.mark.long
 def test_make_serve_is_seen_and_a_signal_to_all_its_processes_ends_it_cleanly(
     tmp_path: Path,
 ) -> None:
