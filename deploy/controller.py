@@ -24,7 +24,19 @@ import structlog
 from deploy.actors import Birth, NodeSeen, Told
 from deploy.autoscaler import Autoscaler, Pool
 from deploy.config import ROLES, ClusterConfig, Role
-from deploy.member import CALL_S, Desired, Home, Member, Spec, answer, in_thread, port_of
+from deploy.member import (
+    CALL_S,
+    NAMESPACE,
+    Desired,
+    Home,
+    Member,
+    Spec,
+    actor_names,
+    answer,
+    groups_of,
+    in_thread,
+    port_of,
+)
 from deploy.reconcile import Drain, Seen, Stage, Start, next_steps
 from engine.errors import ConfigError, TandemError
 from serving.process import configure_logging
@@ -214,7 +226,7 @@ class Controller:
 
     async def _find_members(self) -> None:
         """Members of an earlier life of this controller, and what they know of the cluster."""
-        for actor_name in await in_thread(ray.util.list_named_actors):
+        for actor_name in await in_thread(actor_names):
             owner, _, life = actor_name.partition("/")
             if owner == self._cluster and "." in life:
                 with suppress(TandemError, ValueError):
@@ -223,13 +235,13 @@ class Controller:
             self._event(f"found {', '.join(sorted(self._members))}")
 
     async def _find_member(self, actor_name: str) -> None:
-        actor = await in_thread(ray.get_actor, actor_name)
+        actor = await in_thread(ray.get_actor, actor_name, NAMESPACE)
         told = await answer(actor.describe.remote())
         held = msgspec.json.decode(await answer(actor.held.remote()), type=Desired)
         if held.generation > self._desired.generation and held.config is not None:
             self._desired = held
             self._specs = {role: Spec.of(held.config, role) for role in ROLES}
-        group = await in_thread(ray.util.get_placement_group, actor_name)
+        group = (await in_thread(groups_of, self._cluster)).get(actor_name)
         member = Member(told.birth, self._home, told=told, actor=actor, group=group)
         self._begin(member)
         if told.phase in ("draining", "ended"):

@@ -33,6 +33,8 @@ from engine.errors import DeadlineExceededError, TandemError, UnavailableError
 from proxy.config import ProxyConfig
 from serving.config import NodeConfig
 
+NAMESPACE: Final = "tandem"
+"""Of all actors, also where another application of Ray's has begun them."""
 NODE_ID: Final = "ray.io/node-id"
 LOOK_S: Final = 0.5
 CALL_S: Final = 10.0
@@ -204,6 +206,7 @@ class Member:
         config: NodeConfig | ProxyConfig = spec.config
         options = {
             "name": self.actor_name,
+            "namespace": NAMESPACE,
             "lifetime": "detached",
             "max_restarts": 0,  # the next life is the controller's to begin
             "num_cpus": spec.bundle["CPU"],
@@ -338,6 +341,21 @@ def alive_machines(cluster: str) -> list[Machine]:
             if owner == cluster:
                 machines[node_id].roles[name.rpartition("-")[0]] += 1
     return list(machines.values())
+
+
+def actor_names() -> list[str]:
+    """Those of all clusters on this Ray."""
+    found = ray.util.list_named_actors(all_namespaces=True)
+    return [it["name"] for it in found if it["namespace"] == NAMESPACE]
+
+
+def groups_of(cluster: str) -> dict[str, PlacementGroup]:
+    """By name. Ray finds a group by its name only for the application that has made it."""
+    return {
+        it["name"]: PlacementGroup(ray.PlacementGroupID(bytes.fromhex(it["placement_group_id"])))
+        for it in placement_group_table().values()
+        if it["name"].startswith(f"{cluster}/") and it["state"] != "REMOVED"
+    }
 
 
 def port_of(url: str) -> int:

@@ -20,18 +20,17 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 import ray
-from ray.util.placement_group import placement_group_table, remove_placement_group
+from ray.util.placement_group import remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from deploy.config import ClusterConfig, NoClusterError, Role
 from deploy.controller import ClusterStatus, Controller, ControllerActor
-from deploy.member import alive_machines
+from deploy.member import NAMESPACE, actor_names, alive_machines, groups_of
 from deploy.placement import Planned, plan
 from deploy.process import SIGNALS, signals_held
 from deploy.reconcile import Stage
 from engine.errors import ConfigError, DeadlineExceededError, TandemError, UnavailableError
 
-NAMESPACE: Final = "tandem"
 CONTROLLER: Final = "controller"
 OBJECT_STORE_BYTES: Final = 80 << 20
 LISTEN_S: Final = 5.0
@@ -136,7 +135,7 @@ class Clusters:
 
     def names(self) -> list[str]:
         """All that were applied and not stopped."""
-        actors = self._thread.call("list clusters", CALL_S, ray.util.list_named_actors)
+        actors = self._thread.call("list clusters", CALL_S, actor_names)
         ends = f"/{CONTROLLER}"
         return sorted(name.removesuffix(ends) for name in actors if name.endswith(ends))
 
@@ -274,7 +273,7 @@ class Cluster:
 
     def _controller(self) -> Any:
         try:
-            return ray.get_actor(f"{self.name}/{CONTROLLER}")
+            return ray.get_actor(f"{self.name}/{CONTROLLER}", NAMESPACE)
         except ValueError as error:  # Ray's answer for no actor of that name
             raise NoClusterError(f"no cluster {self.name} is up on this Ray") from error
 
@@ -282,6 +281,7 @@ class Cluster:
         """The controller; of several commands at once one makes it, and all find it."""
         ray.remote(ControllerActor).options(
             name=f"{self.name}/{CONTROLLER}",
+            namespace=NAMESPACE,
             get_if_exists=True,
             lifetime="detached",
             max_restarts=-1,
@@ -290,15 +290,13 @@ class Cluster:
         ).remote(self.name)
 
     def _remove(self) -> None:
-        names = [it for it in ray.util.list_named_actors() if it.startswith(f"{self.name}/")]
+        names = [it for it in actor_names() if it.startswith(f"{self.name}/")]
         # The controller first: it would begin the members anew.
         for name in sorted(names, key=lambda it: not it.endswith(f"/{CONTROLLER}")):
             with suppress(ValueError):
-                ray.kill(ray.get_actor(name))
-        for group in placement_group_table().values():
-            if group["name"].startswith(f"{self.name}/") and group["state"] != "REMOVED":
-                with suppress(ValueError):
-                    remove_placement_group(ray.util.get_placement_group(group["name"]))
+                ray.kill(ray.get_actor(name, NAMESPACE))
+        for group in groups_of(self.name).values():
+            remove_placement_group(group)
 
 
 def _look_for(address: str) -> None:
@@ -314,7 +312,7 @@ def _look_for(address: str) -> None:
 
 def _init(thread: RayThread, problem: str, seconds: float, **options: Any) -> None:
     def init() -> None:
-        ray.init(namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR, **options)
+        ray.init(log_to_driver=False, logging_level=logging.ERROR, **options)
 
     thread.call(problem, seconds, init)
 
