@@ -344,7 +344,7 @@ def alive_machines(cluster: str) -> list[Machine]:
 
 
 def actor_names() -> list[str]:
-    """Those of all clusters on this Ray."""
+    """Names of all actors of clusters on this Ray."""
     found = ray.util.list_named_actors(all_namespaces=True)
     return [it["name"] for it in found if it["namespace"] == NAMESPACE]
 

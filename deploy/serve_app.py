@@ -15,7 +15,7 @@ import structlog
 from deploy.config import ROLES, load_cluster
 from deploy.controller import ClusterStatus
 from deploy.ray_cluster import Clusters, RayThread
-from deploy.report import url_of_proxy
+from deploy.report import urls_of_proxies
 from engine.errors import ConfigError, UnavailableError
 from serving.process import configure_logging
 
@@ -55,7 +55,7 @@ class TandemCluster:
         config = status.config
         return {
             "name": self._cluster.name,
-            "proxy": url_of_proxy(status),
+            "proxies": urls_of_proxies(status),
             "is_whole": status.is_whole,
             "serving": {role: status.count(role) for role in ROLES},
             "wanted": {role: config.group(role).replicas if config else 0 for role in ROLES},

@@ -95,7 +95,7 @@ def test_what_serve_makes_applies_a_cluster_that_commands_find(model: Path, tmp_
     """Serve's namespace is its own, and it makes the object anew whenever it was lost."""
     told = drive(model, tmp_path, PLAIN)
     assert told["first"]["is_whole"] and told["first"]["serving"] == WHOLE
-    assert told["first"]["proxy"].startswith("http://127.0.0.1:")
+    assert told["first"]["proxies"][0].startswith("http://127.0.0.1:")
     assert told["again"] == told["first"]
     assert told["codes"] == [0, 0, 3]
     assert told["sick"] == "no proxy of cluster served serves"

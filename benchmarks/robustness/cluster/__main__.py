@@ -106,7 +106,9 @@ class Stage:
     def kill_controller(self) -> None:
         import ray
 
-        actor = ray.get_actor(f"{self.cluster.name}/controller")
+        from deploy.member import NAMESPACE
+
+        actor = ray.get_actor(f"{self.cluster.name}/controller", NAMESPACE)
         ray.kill(actor, no_restart=False)
         time.sleep(2.0)
 
@@ -263,11 +265,12 @@ def merged(acts: Sequence[Act]) -> list[Act]:
 
 def left_behind() -> list[str]:
     """Actors and placement groups that outlive their cluster."""
-    from ray.util import list_named_actors
     from ray.util.placement_group import placement_group_table
 
+    from deploy.member import actor_names
+
     groups = [it["name"] for it in placement_group_table().values() if it["state"] != "REMOVED"]
-    return [*list_named_actors(), *groups]
+    return [*actor_names(), *groups]
 
 
 def played(raylets: Any, *, quick: bool, told: report.Report) -> Stage:

@@ -166,7 +166,7 @@ def _engine_death(cluster: "Cluster", decode: "Told", proxy: "Told") -> dict[str
     """D's engine dies: another life begins, and the proxy uses it. Its log has both."""
     import ray
 
-    ray.get_actor("three/decode-0.1").__ray_call__.remote(_break_engine)
+    ray.get_actor("three/decode-0.1", "tandem").__ray_call__.remote(_break_engine)
     deadline = time.monotonic() + BACK_S
     while cluster.status().members[1].life == 1:
         assert time.monotonic() < deadline
@@ -228,9 +228,9 @@ def _wrong_ones(clusters: "Clusters", model: str) -> dict[str, Any]:
 
 
 def _actors() -> list[str]:
-    from ray.util import list_named_actors
+    from deploy.member import actor_names
 
-    return list(list_named_actors())
+    return actor_names()
 
 
 def complete(url: str) -> tuple[list[int], int]:
