@@ -32,6 +32,7 @@ from deploy.reconcile import Stage
 from engine.errors import ConfigError, DeadlineExceededError, TandemError, UnavailableError
 
 CONTROLLER: Final = "controller"
+HEAD: Final = "node:__internal_head__"
 OBJECT_STORE_BYTES: Final = 80 << 20
 LISTEN_S: Final = 5.0
 CONNECT_S: Final = 30.0
@@ -278,7 +279,10 @@ class Cluster:
             raise NoClusterError(f"no cluster {self.name} is up on this Ray") from error
 
     def _create(self, runtime_env: dict[str, Any]) -> None:
-        """The controller; of several commands at once one makes it, and all find it."""
+        """The controller; of several commands at once one makes it, and all find it.
+
+        On the head: Ray takes a minute to miss any other machine that falls silent.
+        """
         ray.remote(ControllerActor).options(
             name=f"{self.name}/{CONTROLLER}",
             namespace=NAMESPACE,
@@ -286,6 +290,7 @@ class Cluster:
             lifetime="detached",
             max_restarts=-1,
             num_cpus=0,
+            resources={HEAD: 0.001},
             runtime_env=runtime_env,
         ).remote(self.name)
 

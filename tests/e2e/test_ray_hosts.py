@@ -105,8 +105,9 @@ def test_hosts_hand_over_by_zmq(rays: RayHosts, model: Path) -> None:
 
 @pytest.mark.long
 def test_a_decode_node_comes_back_on_another_host(rays: RayHosts, model: Path) -> None:
-    """And Tandem's controller, wherever it was."""
     apply(rays, model, "nixl")
+    # Where no lost worker takes it along.
+    assert any(b"ControllerActor" in title_of(pid) for pid in pids_of(rays.head))
     urls = serving(rays)
     tokens = hand_over(rays, urls)
     lost = host_of(rays, urls["decode-0"])
