@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final, Literal, TypeVar
@@ -184,13 +185,17 @@ class ServerActor:
         # What starts Ray blocks it, see `deploy.process`; threads inherit what the main thread has.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
         self._thread = ServerThread(self._make)
+        self._known: dict[str, Any] = {}
         self._is_ending = False
         self._rays_handler = signal.signal(signal.SIGTERM, self._on_sigterm)
 
     def describe(self) -> Told:
         """How the member is now."""
         thread, here = self._thread, ray.get_runtime_context()
-        facts = thread.call(self._facts) if thread.phase == "running" else {}
+        if thread.phase == "running":
+            # An event loop that is busy is no reason to fail: `silent_s` tells of it.
+            with suppress(TimeoutError):
+                self._known = thread.call(self._facts)
         return Told(
             birth=self._birth,
             phase=thread.phase,
@@ -202,7 +207,7 @@ class ServerActor:
             gpus=tuple(map(str, ray.get_gpu_ids())),
             log=self._log,
             silent_s=thread.silent_s,
-            **facts,
+            **self._known,
         )
 
     def hold(self, desired: bytes) -> None:
@@ -244,9 +249,10 @@ class NodeActor(ServerActor):
         super().__init__(birth, config.log_level)
 
     def register_with(self, proxies: Sequence[str]) -> None:
-        """These proxies know a running node from now on."""
+        """These proxies know a running node from now on; one that is busy is told again."""
         if self._thread.phase == "running":
-            self._thread.call(lambda: self._node.registration.register_with(proxies))
+            with suppress(TimeoutError):
+                self._thread.call(lambda: self._node.registration.register_with(proxies))
 
     def _make(self) -> Server:
         # Only now: they need torch, and the driver, which imports this module, does not.

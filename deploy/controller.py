@@ -115,7 +115,7 @@ class Controller:
         """
         await self._found.wait()
         if self._is_stopping:
-            raise ConfigError("the cluster is being stopped: wait for the end of down")
+            raise ConfigError("the cluster is being stopped: run down until it is gone")
         if generation != self._desired.generation:
             raise ConfigError("somebody else has changed the cluster meanwhile: look again")
         old = self._desired.config

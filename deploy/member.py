@@ -41,8 +41,8 @@ CALL_S: Final = 10.0
 LISTEN_S: Final = 4.0
 PLACE_S: Final = 5.0
 """For a placement group on the machine that was chosen, before the next one is tried."""
-START_S: Final = 600.0
-"""Until a process answers for the first time: Ray may have to install a `runtime_env`."""
+START_S: Final = 1800.0
+"""Until a server runs: Ray may have to install a `runtime_env`, and weights may be large."""
 SILENT_S: Final = 30.0
 LOST_S: Final = 8.0
 """A member that answers nothing for so long is taken for dead, sooner if no proxy reaches it."""
@@ -186,7 +186,8 @@ class Member:
         group = config.group(self.role)
         async with self.home.placing:
             machines = await in_thread(alive_machines, self.birth.cluster)
-            for machine in choose(self.role, group, machines):
+            chosen = choose(self.role, group, machines)
+            for machine in chosen:
                 self.group = group_of_life = await in_thread(
                     placement_group,
                     [dict(self.spec.bundle)],
@@ -198,6 +199,9 @@ class Member:
                     return
                 # Somebody without a placement group has taken the room.
                 await self._clean()
+        if chosen:
+            wanted = ", ".join(f"{name} {it:g}" for name, it in self.spec.bundle.items())
+            raise UnavailableError(f"another program of this Ray holds what was free: {wanted}")
         raise UnavailableError(why_none(self.role, group, machines))
 
     async def _create(self) -> None:
@@ -232,7 +236,7 @@ class Member:
         Raises MemberLostError when it dies, hangs, fails, or does not end in time.
         """
         now = asyncio.get_running_loop().time
-        last_heard = now()
+        began = last_heard = now()
         while True:
             try:
                 self.told = await answer(self.actor.describe.remote(), LISTEN_S)
@@ -246,9 +250,12 @@ class Member:
                     raise MemberLostError(self.told.problem)
                 case "ended":
                     return
+                case "starting" if now() - began > START_S:
+                    raise MemberLostError(f"it has not started within {START_S:g} s")
                 case "running":
                     await self._tell(self.told)
-            if self.told.silent_s > SILENT_S:
+            # A server that starts may read weights without a pause.
+            if self.told.silent_s > SILENT_S and self.told.phase != "starting":
                 raise MemberLostError(f"its server stands still for {self.told.silent_s:.0f} s")
             if self._leaving_since is not None:
                 await answer(self.actor.drain.remote())
@@ -267,7 +274,7 @@ class Member:
             self._held_generation = desired.generation
 
     def _patience_s(self) -> float:
-        if self.told is None:
+        if self.told is None or self.told.phase == "starting":
             return START_S
         return SILENT_S if self.home.is_reached(self) else LOST_S
 
