@@ -19,6 +19,7 @@ from rich.live import Live
 
 from deploy.config import DEMO_CLUSTER, ROLES, NoClusterError, Role, load_cluster
 from deploy.kubernetes.render import render_k8s
+from deploy.placement import check_hosts, check_room
 from deploy.process import stop_on_signals, wait_gone
 from deploy.report import arenas, changes, placement_table, status_table
 from deploy.session import Session, embedded_cluster, read_state, state_file
@@ -75,8 +76,6 @@ def apply(
     """Bring a cluster on a running Ray to what the file says, members one after the other."""
     config = load_cluster(cluster)
     with _clusters(address) as clusters:
-        from deploy.placement import check_hosts
-
         running = clusters.named(config.name)
         before = running.status()
         planned = running.plan(config)
@@ -87,6 +86,8 @@ def apply(
             console.print(placement_table(planned))
         if dry_run:
             raise typer.Exit(NOT_WHOLE if any(it.machine is None for it in planned) else 0)
+        if wait and before.config is None:
+            check_room(planned)
         running.apply(config, before)
         if wait:
             _wait(running, is_new=before.config is None)
@@ -97,8 +98,6 @@ def plan(cluster: File, address: Address = None) -> None:
     """Show where the members of a file would be placed, whether they fit, and their arenas."""
     config = load_cluster(cluster)
     with _clusters(address) as clusters:
-        from deploy.placement import check_hosts
-
         planned = clusters.named(config.name).plan(config)
         console.print(placement_table(planned))
         console.print(*arenas(config), sep="\n\n", highlight=False, markup=False)

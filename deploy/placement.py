@@ -110,6 +110,12 @@ def plan(config: ClusterConfig, machines: Sequence[Machine], there: Sequence[str
     return planned
 
 
+def check_room(planned: Sequence[Planned]) -> None:
+    """Raises ConfigError for members that no machine has room for."""
+    if lost := [f"{it.name}: {it.problem}" for it in planned if it.machine is None]:
+        raise ConfigError("; ".join(lost))
+
+
 def check_hosts(
     config: ClusterConfig, planned: Sequence[Planned], there: Collection[str] = ()
 ) -> None:

@@ -6,6 +6,7 @@ into Ray has a deadline, also where Ray's own waits for ever, as for a head that
 
 import logging
 import math
+import os
 import secrets
 import signal
 import socket
@@ -118,8 +119,10 @@ def embedded(folder: Path, resources: dict[str, float]) -> Iterator[tuple[RayThr
                 EMBED_S,
                 address="local",
                 include_dashboard=False,
-                num_cpus=max(1, math.ceil(resources.get("CPU", 0.0))),
-                resources={name: it for name, it in resources.items() if name != "CPU"},
+                # Twice what is wanted at first: members are added, and replaced by new ones.
+                num_cpus=max(os.cpu_count() or 1, math.ceil(2 * resources.get("CPU", 0.0))),
+                # Ray counts the GPUs itself.
+                resources={n: 2 * it for n, it in resources.items() if n not in ("CPU", "GPU")},
                 object_store_memory=OBJECT_STORE_BYTES,
                 _temp_dir=str(folder),
             )

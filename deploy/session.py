@@ -18,8 +18,9 @@ from filelock import FileLock, Timeout
 from msgspec import Meta
 
 from deploy.config import ClusterConfig, NoClusterError
+from deploy.placement import check_room
 from deploy.process import end_descendants, ignore_signals
-from engine.errors import ConfigError, TandemError
+from engine.errors import ConfigError, DeadlineExceededError, UnavailableError
 from serving.config import Config
 
 if TYPE_CHECKING:
@@ -98,10 +99,11 @@ def embedded_cluster(
             show_address(address)
             cluster = Clusters(thread).named(config.name)
             try:
+                check_room(cluster.plan(config))
                 cluster.apply(config, cluster.status())
                 cluster.wait_until_whole(progress)
                 yield session, cluster
-            except (TandemError, OSError):
+            except (UnavailableError, DeadlineExceededError):
                 progress(f"logs are kept in {_keep_logs(session)}")
                 raise
             finally:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deploy.config import ROLES, ClusterConfig, DecodeGroup, Group, Role, Strategy
-from deploy.placement import Machine, Planned, check_hosts, choose, plan, why_none
+from deploy.placement import Machine, Planned, check_hosts, check_room, choose, plan, why_none
 from engine.errors import ConfigError
 
 TENTHS = st.integers(0, 12)
@@ -172,6 +172,12 @@ def test_a_machine_of_its_own_for_each_says_so_when_there_are_no_more() -> None:
     group = DecodeGroup(replicas=2, strategy="STRICT_SPREAD")
     planned = plan(decode_cluster(group), [machine(1), machine(2, cpus=0.0)], [])
     assert [it.problem for it in planned] == ["", STRICT]
+    check_room(planned[:1])
+    with pytest.raises(ConfigError, match=r"^decode-1: STRICT_SPREAD"):
+        check_room(planned)
+    # Two machines hold members already.
+    with pytest.raises(ConfigError, match="come to 2 machines"):
+        check_hosts(decode_cluster(group), planned[:1], {"10.0.0.9"})
 
 
 def planned_on(*numbers: int) -> list[Planned]:
