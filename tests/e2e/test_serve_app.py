@@ -111,6 +111,7 @@ def test_serve_runs_it_and_the_cluster_outlives_it(model: Path, tmp_path: Path) 
     assert told["codes"] == [0, 0]
 
 
+@pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")
 def test_wrong_arguments_and_a_missing_serve_are_named() -> None:
     from deploy.serve_app import app
 

@@ -57,7 +57,8 @@ def test_wildcard_hosts_with_a_token_hand_over_by_what_reaches_both(
         assert host.do(node.metrics)["vllm:nixl_bytes_transferred_count"] == len(ASKED)
         (line,) = [line for line in node.said.splitlines() if " is read" in line]
         assert json.loads(line)["transport"] == transport
-        assert host.do(ready, proxy) == {"status": "ready", "reasons": []}
+        nodes = {"d0": "serving", "p0": "serving"}
+        assert host.do(ready, proxy) == {"status": "ready", "reasons": [], "nodes": nodes}
         said = doctor(host, p, node)
         assert f"transport: {transport}" in said, said
         assert "WRONG" not in said
