@@ -70,8 +70,8 @@ class Told(msgspec.Struct, frozen=True, kw_only=True):
 
     `problem`: why it failed; `is_wrong_option` then: it would fail again. `url` is that of HTTP,
     `rpc_url` that of gRPC, of a proxy the port where nodes register. `silent_s`: seconds since the
-    server's event loop was last at work. `proxies`: of a node, where it registers. `nodes`: of a
-    proxy, by engine id.
+    server's event loop was last at work. `proxies`: of a node, where it registers. `knows_model`:
+    of a proxy, which answers no request before. `nodes`: of a proxy, by engine id.
     """
 
     birth: Birth
@@ -88,6 +88,7 @@ class Told(msgspec.Struct, frozen=True, kw_only=True):
     log: str = ""
     silent_s: float = 0.0
     proxies: tuple[str, ...] = ()
+    knows_model: bool = False
     nodes: dict[str, NodeSeen] = {}
 
 
@@ -289,6 +290,7 @@ class ProxyActor(ServerActor):
             "url": proxy.url,
             "rpc_url": proxy.rpc_url,
             "engine_id": proxy.instance,
+            "knows_model": proxy.knows_model,
             "nodes": {
                 node.info.engine_id: NodeSeen(stage=node.stage, problem=problem, info=node.info)
                 for node, problem in proxy.nodes

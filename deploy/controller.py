@@ -357,10 +357,12 @@ class Controller:
         return Stage.SERVING if self._serves(member) else Stage.WARMING
 
     def _serves(self, member: Member) -> bool:
-        """A node serves where every proxy says so, a proxy where any node serves."""
+        """A node serves if every proxy says so; a proxy if it knows the model, and a node serves."""
         if member.role == "proxy":
             assert member.told is not None
-            return any(it.stage == "serving" for it in member.told.nodes.values())
+            return member.told.knows_model and any(
+                it.stage == "serving" for it in member.told.nodes.values()
+            )
         views = self._views(member)
         return bool(views) and all(it is not None and it.stage == "serving" for it in views)
 

@@ -128,6 +128,11 @@ class ProxyServer:
         return f"{scheme}://{join_host_port(self._config.host, self.port)}"
 
     @property
+    def knows_model(self) -> bool:
+        """True once a node has told the model: until then every request gets a 503."""
+        return bool(self._metrics.model_name)
+
+    @property
     def rpc_url(self) -> str:
         """Where nodes register; empty if they cannot."""
         scheme = "grpc" if self._tls is None else "grpcs"
