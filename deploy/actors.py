@@ -141,6 +141,9 @@ class ServerThread:
         try:
             self._server = await asyncio.to_thread(self._make)
             await self._server.start()
+            if self.phase == "ended":  # told so while it started
+                await self._server.close()
+                return
             self.phase = "running"
             await self._server.wait()
             self._failed("the server ended by itself")

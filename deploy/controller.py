@@ -357,7 +357,7 @@ class Controller:
         return Stage.SERVING if self._serves(member) else Stage.WARMING
 
     def _serves(self, member: Member) -> bool:
-        """A node serves if every proxy says so; a proxy if it knows the model, and a node serves."""
+        """A node serves if every proxy says so; a proxy if it knows the model and a node serves."""
         if member.role == "proxy":
             assert member.told is not None
             return member.told.knows_model and any(
