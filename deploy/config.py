@@ -22,7 +22,8 @@ MAX_REPLICAS: Final = 1024
 Role = Literal["prefill", "decode", "proxy"]
 ROLES: Final[tuple[Role, ...]] = ("prefill", "decode", "proxy")
 Strategy = Literal["PACK", "SPREAD", "STRICT_SPREAD"]
-Amount = Annotated[float, Meta(ge=0.0)]
+# Infinity would be null to a controller that reads the file from a member.
+Amount = Annotated[float, Meta(ge=0.0, le=1e9)]
 Replicas = Annotated[int, Meta(ge=0, le=MAX_REPLICAS)]
 Label = Annotated[str, Meta(pattern=r"^[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?$")]
 
@@ -38,7 +39,8 @@ class Scaling(Config, frozen=True, kw_only=True):
     """
 
     min_replicas: Annotated[
-        int, Meta(ge=1, le=1024, description="Never fewer. No node, no signal: one must stay.")
+        int,
+        Meta(ge=1, le=MAX_REPLICAS, description="Never fewer. No node, no signal: one must stay."),
     ] = 1
     max_replicas: Annotated[Replicas, Meta(description="Never more.")]
     upscale_delay_s: Annotated[
@@ -67,7 +69,7 @@ class PrefillScaling(Scaling, frozen=True, kw_only=True):
         int, Meta(ge=1, description="Prompt tokens, not computed yet, of each node.")
     ] = 8192
     per_decode: Annotated[
-        Annotated[float, Meta(gt=0.0)] | None,
+        Annotated[float, Meta(gt=0.0, le=1024.0)] | None,
         Meta(description="Prefill nodes for each decode node, instead of by the prompts."),
     ] = None
 
@@ -80,7 +82,7 @@ class DecodeScaling(Scaling, frozen=True, kw_only=True):
     ] = 32
     max_kv_cache_usage: Annotated[
         float,
-        Meta(gt=0.0, le=1.0, description="Part of the arenas in use, on average, at most."),
+        Meta(ge=0.01, le=1.0, description="Part of the arenas in use, on average, at most."),
     ] = 0.85
 
 

@@ -316,7 +316,9 @@ class Controller:
             desired=msgspec.json.encode(self._desired),
         )
         member = Member(birth, self._home, spec)
-        member.former_port = self._ports.get(name, 0)
+        # Unless another program has taken the port meanwhile: then any is better than none.
+        if former is None or former.told is None or not former.told.is_wrong_option:
+            member.former_port = self._ports.get(name, 0)
         if former is not None:
             member.num_short = former.num_short
         self._begin(member)

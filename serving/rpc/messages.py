@@ -89,7 +89,7 @@ class NodeInfo(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int
     num_requests_running: int = 0
     num_requests_waiting: int = 0
-    kv_cache_usage: float = 0.0
+    kv_cache_usage: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
     ready: bool = False
     reason: str = ""
     hand_over_problems: tuple[HandOverProblem, ...] = ()

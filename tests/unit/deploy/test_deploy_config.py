@@ -181,3 +181,20 @@ def test_choices_fit_eighty_columns_and_name_nodes_as_the_cluster_does() -> None
         ["turn", "prefill-7", "decode-7", "prefix", "8176", "8191", "8160", "8161"],
         ["turn", "-", "decode-7", "below_threshold", "8176", "-", "8160", "-"],
     ]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "prefill: {num_gpus: .inf}",
+        "prefill: {num_cpus: .nan}",
+        "prefill: {autoscaling: {max_replicas: 3, per_decode: .inf}}",
+        "decode: {autoscaling: {max_replicas: 3, max_kv_cache_usage: 1.0e-320}}",
+    ],
+)
+def test_no_number_is_infinite_or_nearly_nothing(tmp_path: Path, text: str) -> None:
+    """A controller would stumble over it at every look."""
+    file = tmp_path / "cluster.yaml"
+    file.write_text(f"model: m\n{text}\n")
+    with pytest.raises(ConfigError, match=r"cluster\.yaml:2: "):
+        load_cluster(file)
