@@ -2,12 +2,14 @@
 
 Four raylets on this machine, each with an address of its own: the head with the proxy, three with
 two prefill and two decode nodes. Clients ask without a pause; every answer is compared with that of
-one node. Meanwhile an operator scales, drains and restarts, and then processes and a raylet are
-killed. Planned changes may fail no request; after a loss the cluster must become whole by itself.
+one node. Meanwhile an operator scales, drains and restarts, and then processes, a raylet and last
+Ray's GCS are killed. Planned changes may fail no request; after a loss the cluster must become
+whole by itself, but for the GCS, without which Ray replaces nothing.
 The command ends with status 1 where an answer differs, or a planned change fails one.
 """
 
 import asyncio
+import math
 import os
 import signal
 import time
@@ -37,6 +39,7 @@ QUIET_S, QUICK_QUIET_S = 6.0, 2.0
 WHOLE_S: Final = 90.0
 NUM_KILLS: Final = 15
 CALL_S: Final = 20.0
+WITHOUT_GCS_S: Final = 30.0
 OPTIONS: Final = {
     "host": "auto",
     "kv_cache_memory_bytes": 32 << 20,
@@ -66,7 +69,7 @@ class Act:
             str(self.count("failed")),
             str(self.count("different")),
             f"{silence:.1f} s",
-            f"{self.whole_s:.1f} s",
+            "never" if math.isnan(self.whole_s) else f"{self.whole_s:.1f} s",
         )
 
 
@@ -273,25 +276,46 @@ def left_behind() -> list[str]:
     return [*actor_names(), *groups]
 
 
+def under_load(cluster: "Cluster", raylets: Any, quiet_s: float) -> Stage:
+    """Applies the file, waits until all of it serves, and begins to ask."""
+    cluster.apply(config_of(2, 2), cluster.status())
+    status = cluster.wait_until_whole(lambda _: None)
+    node = next(it.told for it in status.members if it.role == "decode")
+    assert node is not None
+    clients = Clients(urls_of_proxies(status)[0], asyncio.run(expected_of(node.url)))
+    return Stage(cluster, raylets, clients, quiet_s)
+
+
 def played(raylets: Any, *, quick: bool, told: report.Report) -> Stage:
-    """Everything on one cluster, which is stopped in the end."""
+    """Everything on one cluster, which is stopped; then one more that loses the GCS."""
     from deploy.ray_cluster import Clusters, connected
 
     with connected(raylets.address) as thread:
         cluster = Clusters(thread).named("bench")
-        cluster.apply(config_of(2, 2), cluster.status())
-        status = cluster.wait_until_whole(lambda _: None)
-        node = next(it.told for it in status.members if it.role == "decode")
-        assert node is not None
-        clients = Clients(urls_of_proxies(status)[0], asyncio.run(expected_of(node.url)))
-        stage = Stage(cluster, raylets, clients, QUICK_QUIET_S if quick else QUIET_S)
+        stage = under_load(cluster, raylets, QUICK_QUIET_S if quick else QUIET_S)
         try:
             play_all(stage, quick=quick, told=told)
         finally:
-            clients.close()
+            stage.clients.close()
             cluster.stop(lambda _: None)
         stage.left = thread.call("look for leaks", CALL_S, left_behind)
+        if not quick:
+            stage.acts.append(without_gcs(under_load(cluster, raylets, QUIET_S)))
     return stage
+
+
+def without_gcs(stage: Stage) -> Act:
+    """Ray's GCS is killed and stays away: requests go on, but nothing is replaced any more.
+
+    A minute later Ray ends its processes, and all members with them.
+    """
+    first = len(stage.clients.asked)
+    stage.raylets.head_node.kill_gcs_server(check_alive=False)
+    time.sleep(WITHOUT_GCS_S)
+    stage.clients.close()
+    return Act(
+        f"Ray's GCS away for {WITHOUT_GCS_S:g} s", False, stage.clients.asked[first:], math.nan
+    )
 
 
 def broken_promises(acts: Sequence[Act], left: Sequence[str]) -> list[str]:
