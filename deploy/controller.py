@@ -135,9 +135,9 @@ class Controller:
         return self._want(changed, f"{role} is {replicas}")
 
     async def drain(self, name: str) -> int:
-        """The member leaves, and its role is one smaller. Raises ConfigError for no member."""
+        """The member leaves, and its role is one smaller. Raises ConfigError for another name."""
         config = await self._wanted()
-        (member,) = self._chosen([name])
+        member = self._named(name)
         generation = await self.scale(member.role, config.group(member.role).replicas - 1)
         member.leave()
         return generation
@@ -148,11 +148,12 @@ class Controller:
         `names`: of members or roles; empty for all nodes. Raises ConfigError for others.
         """
         await self._wanted()
-        chosen = self._chosen(names) if names else self._chosen(["prefill", "decode"])
+        chosen = [it for name in names or ("prefill", "decode") for it in self._chosen(name)]
         for member in chosen:
             member.is_outdated = True
-        self._event(f"restart of {', '.join(it.name for it in chosen)}")
-        return [it.name for it in chosen]
+        unique = sorted({it.name for it in chosen})
+        self._event(f"restart of {', '.join(unique)}")
+        return unique
 
     async def stop(self) -> None:
         """All members leave: proxies, then decode, then prefill nodes."""
@@ -189,13 +190,18 @@ class Controller:
             raise ConfigError(f"no cluster {self._cluster} is up: apply one")
         return self._desired.config
 
-    def _chosen(self, names: Sequence[str]) -> list[Member]:
-        staying = [it for it in self._members.values() if not it.is_leaving]
-        known = {it.name for it in staying} | set(ROLES)
-        if unknown := set(names) - known:
-            there = ", ".join(sorted(it.name for it in staying))
-            raise ConfigError(f"no member is called {', '.join(unknown)}; there are {there}")
-        return [it for it in staying if it.name in names or it.role in names]
+    def _named(self, name: str) -> Member:
+        member = self._members.get(name)
+        if member is None or member.is_leaving:
+            staying = sorted(it.name for it in self._members.values() if not it.is_leaving)
+            raise ConfigError(f"no member is called {name}; there are {', '.join(staying)}")
+        return member
+
+    def _chosen(self, name: str) -> list[Member]:
+        """The member of that name, or all of that role."""
+        if name not in ROLES:
+            return [self._named(name)]
+        return [it for it in self._members.values() if it.role == name and not it.is_leaving]
 
     def _want(self, config: ClusterConfig, why: str) -> int:
         # As members will tell it to a later life, in which 1 may be 1.0: digests must stay equal.

@@ -93,8 +93,8 @@ class Home:
     """The parts of a controller that its members' lives need.
 
     `desired` and `proxy_urls` ask for the present ones. `is_reached`: some proxy reaches the node,
-    or it is none. `placing`: one life is placed at a time, so
-    that each sees what the one before has reserved.
+    or it is none. `placing`: one life is placed at a time, so that each sees what the one before
+    has reserved.
     """
 
     desired: Callable[[], Desired]

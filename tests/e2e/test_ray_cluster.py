@@ -92,6 +92,15 @@ def test_several_clusters_share_a_ray_each_with_its_gpus_and_proxies(report: Rep
 
 
 @pytest.mark.long
+def test_a_decode_node_is_drained_added_and_replaced(report: Report) -> None:
+    drained, added, replaced = report.lives
+    assert drained == ["decode-1 1"]
+    assert added == ["decode-0 2", "decode-1 1"]
+    assert replaced == ["decode-0 2", "decode-1 2"]
+    assert "no member is called decode; there are decode-0, decode-1" in report.drained_role
+
+
+@pytest.mark.long
 def test_what_cannot_be_is_told_plainly(report: Report) -> None:
     assert "no machine has room for CPU 0.1, GPU 8" in report.too_much
     assert "no machine has the labels zone=q" in report.wrong_label

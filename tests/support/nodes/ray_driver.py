@@ -58,6 +58,8 @@ class Report(msgspec.Struct, frozen=True):
     of_other: list[str]
     gpus: list[str]
     through_other: list[int]
+    lives: list[list[str]]
+    drained_role: str
     too_much: str
     wrong_label: str
     wrong_option: str
@@ -186,7 +188,9 @@ def _other_cluster(clusters: "Clusters", model: str) -> dict[str, Any]:
         model,
         name="other",
         prefill=PrefillGroup(replicas=0),
-        decode=DecodeGroup(replicas=2, num_gpus=1, config={"device": "cpu"}),
+        decode=DecodeGroup(
+            replicas=2, num_gpus=1, config={"device": "cpu"}, rolling_update="drain_first"
+        ),
         proxy=ProxyGroup(replicas=2, strategy="STRICT_SPREAD", config={"host": "auto", "port": 0}),
     )
     before = other.status()
@@ -201,7 +205,23 @@ def _other_cluster(clusters: "Clusters", model: str) -> dict[str, Any]:
         "of_other": sorted(f"{name} {it.node_ip}" for name, it in told.items()),
         "gpus": [told[f"decode-{it}"].gpus[0] for it in range(2)],
         "through_other": complete(told["proxy-1"].url)[0],
+        **_operate(other),
     }
+
+
+def _operate(other: "Cluster") -> dict[str, Any]:
+    """A decode node leaves, comes back, and is replaced; `lives`: that serve after each."""
+    lives = []
+    for act in (
+        lambda: other.drain("decode-0"),
+        lambda: other.scale("decode", 2),
+        lambda: other.restart(["decode-1"]),
+    ):
+        act()
+        other.wait_until_whole(_say)
+        members = other.status().members
+        lives.append([f"{it.name} {it.life}" for it in members if it.role == "decode"])
+    return {"lives": lives, "drained_role": _error_of(lambda: other.drain("decode"))}
 
 
 def _wrong_ones(clusters: "Clusters", model: str) -> dict[str, Any]:
