@@ -143,7 +143,8 @@ class PdFlow:
     async def _may_go_on(self, state: RequestState, error: TandemError) -> bool:
         """True if another attempt may succeed; logs and counts what becomes of a broken stream."""
         may_go_on = state.may_go_on(error) and await self._has_decode_node(state)
-        if state.num_new:
+        # A continuation that fails before its first token is no second break, but may be the end.
+        if state.num_new or (state.sent and not may_go_on):
             self._metrics.broken_streams.labels("continued" if may_go_on else "ended").inc()
             log.warning(
                 "a stream goes on on another node" if may_go_on else "a stream ends with an error",

@@ -275,6 +275,26 @@ async def test_an_answer_goes_on_a_bounded_number_of_times() -> None:
     assert sorted(len(d.requests) for d in ds) == [0, 1, 1, 1, 1, 1]
 
 
+async def test_an_end_before_the_first_token_of_a_continuation_counts() -> None:
+    """The other D refuses before it has sent a token: the stream has ended with an error."""
+    ds = [ScriptedNode(f"d{index}", hang_at=2) for index in range(2)]
+    async with running_cluster([], ds, inter_token_timeout=2) as client:
+        asking = asyncio.create_task(client.completions.create(**ASK))
+        waiting = [asyncio.create_task(d.hanging.wait()) for d in ds]
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        for task in waiting:
+            task.cancel()
+        lost, other = sorted(ds, key=lambda d: not d.hanging.is_set())
+        other.error = TandemError("bug")
+        await settle()
+        await lost.close()
+        with pytest.raises(openai.APIStatusError, match="broke off after 2 tokens"):
+            await asking
+        name = "tandem_proxy_broken_streams_total"
+        counted = [await metric(base_of(client), name, outcome=it) for it in ("continued", "ended")]
+    assert counted == [[1], [1]]
+
+
 @pytest.mark.parametrize(("num_tokens", "num_lost"), [(3, 2), (30, 3)])
 async def test_a_node_lost_after_many_tokens_was_not_lost_because_of_them(
     num_tokens: int, num_lost: int
