@@ -3,6 +3,7 @@
 Ctrl-C, SIGTERM and a closed terminal all raise KeyboardInterrupt.
 """
 
+import ctypes
 import signal
 import time
 from collections.abc import Iterable, Iterator
@@ -14,6 +15,7 @@ import psutil
 POLL_S = 0.05
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_PR_SET_CHILD_SUBREAPER = 36
 
 
 def stop_on_signals() -> None:
@@ -48,6 +50,14 @@ def is_alive(process: psutil.Process) -> bool:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def adopt_orphans() -> None:
+    """From now on a process below this one whose parent ends becomes this one's child.
+
+    A raylet may end before its workers: `end_descendants` would not find them.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def descendants() -> set[psutil.Process]:

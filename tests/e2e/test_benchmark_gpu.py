@@ -4,10 +4,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from benchmarks.gpu.sheet import read_rows
 from tests.source_tree import ROOT
 
 
+@pytest.mark.long
 def test_operators_and_transports_are_right_on_the_cpu(tmp_path: Path) -> None:
     phases = [word for name in ("operators", "transports") for word in ("--phase", name)]
     out, models = tmp_path / "out", tmp_path / "models"

@@ -331,6 +331,7 @@ def _links(pid: int) -> set[str]:
         return set()
 
 
+@pytest.mark.long
 def test_a_cluster_starts_and_ends_by_few_files(report: Report) -> None:
     """See test_ways.py; of what the members' own processes run, nothing counts."""
     opened = [name for name in report.opened if name.startswith("deploy/")]

@@ -60,8 +60,12 @@ def excess(before: Holdings, after: Holdings) -> Holdings:
 
 
 def orphans() -> set[str]:
-    """Names in /dev/shm that no living process maps: nobody will ever remove them."""
-    names = {name for name in os.listdir("/dev/shm")}
+    """Names in /dev/shm that no living process maps: nobody will ever remove them.
+
+    Semaphores of Python's multiprocessing are its own to remove: benchmarks that run beside have
+    some, nodes have none.
+    """
+    names = {name for name in os.listdir("/dev/shm") if not name.startswith("sem.mp-")}
     if names:
         used = "\n".join(_text(f"/proc/{pid}/maps") for pid in _pids())
         names = {name for name in names if f"/dev/shm/{name}" not in used}

@@ -22,6 +22,14 @@ end_descendants(0.0)
 end_descendants(0.0)  # of nobody
 """
 
+PARENT_OF_AN_ORPHAN = """
+import subprocess
+from deploy.process import adopt_orphans, end_descendants
+adopt_orphans()
+subprocess.run("sleep 60 > /dev/null & echo $!", shell=True)
+end_descendants(0.0)
+"""
+
 RAY_STARTER = """
 import signal
 from deploy.ray_cluster import RayThread
@@ -47,6 +55,13 @@ def test_grandchildren_are_ended_too() -> None:
         parent.communicate(b"\n", timeout=60)
     assert parent.returncode == 0
     assert wait_gone(found, 0.0) == set()
+
+
+def test_so_are_those_whose_parent_has_ended_before() -> None:
+    """As workers of a raylet that ends first."""
+    command = [sys.executable, "-c", PARENT_OF_AN_ORPHAN]
+    pid = int(subprocess.run(command, stdout=subprocess.PIPE, timeout=60, check=True).stdout)
+    assert not psutil.pid_exists(pid) or not is_alive(psutil.Process(pid))
 
 
 def test_a_zombie_is_gone(sleeper: subprocess.Popen[bytes]) -> None:
