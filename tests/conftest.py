@@ -14,7 +14,8 @@ settings.register_profile("everyday", deadline=None, derandomize=True)
 settings.load_profile("everyday")
 
 TESTS = Path(__file__).parent
-# The longest tests first, so that both workers end together.
+SHARE_NOTHING = "e2e/test_benchmarks_run.py"
+# The longest tests first, so that all workers end together.
 TIERS = ("contract", "e2e/test_ray", "e2e", "ops", "unit", "")
 
 
@@ -56,8 +57,14 @@ def _opens_ucx(item: pytest.Item) -> bool:
 
 
 def _group(nodeid: str) -> str:
-    """A file is a group, and its tests of ucx are another one."""
-    return f"{nodeid.partition('::')[0]} ucx" if _is_ucx(nodeid) else nodeid.partition("::")[0]
+    """A file is a group, its tests of ucx are another one.
+
+    Each test of `SHARE_NOTHING` is one: a worker alone would need a quarter of an hour for them.
+    """
+    path = nodeid.partition("::")[0]
+    if path.endswith(SHARE_NOTHING):
+        return nodeid
+    return f"{path} ucx" if _is_ucx(nodeid) else path
 
 
 def _is_ucx(nodeid: str) -> bool:
