@@ -36,7 +36,7 @@ from engine.errors import ConfigError
 from serving.cli import command_app
 
 PURPOSE = "Measure Tandem, or any OpenAI-compatible servers, under closed and open loops."
-QUICK_S = 90.0
+QUICK_S = 120.0
 
 
 def run(options: ServingOptions, found: report.Report) -> dict[Point, Rounds]:

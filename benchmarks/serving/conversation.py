@@ -44,7 +44,7 @@ from engine.errors import ConfigError
 from serving.cli import command_app
 
 PURPOSE = "Hit tokens of P and D, and bytes pulled, by turn of a conversation."
-QUICK_S = 60.0
+QUICK_S = 120.0
 QUICK: dict[str, Any] = {"users": 2, "turns": 3, "think": 0.1, "rounds": 1}
 THINK_SIGMA = 1.1
 MOVED = "tandem:kv_transfer_bytes D"

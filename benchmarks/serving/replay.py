@@ -52,7 +52,7 @@ from engine.errors import ConfigError
 from serving.cli import command_app
 
 PURPOSE = "Hits and times of a trace, beside the hits that are possible."
-QUICK_S = 60.0
+QUICK_S = 120.0
 SPAN_S, QUICK_SPAN_S = 60.0, 3.0
 REQUESTS, QUICK_REQUESTS = 60, 6
 LONGEST, QUICK_LONGEST = 4096, 256
