@@ -55,7 +55,7 @@ def is_alive(process: psutil.Process) -> bool:
 def adopt_orphans() -> None:
     """From now on a process below this one whose parent ends becomes this one's child.
 
-    A raylet may end before its workers: `end_descendants` would not find them.
+    `end_descendants` finds it then. Nobody waits for its end, so call this last.
     """
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 

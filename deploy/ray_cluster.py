@@ -28,7 +28,7 @@ from deploy.config import ClusterConfig, NoClusterError, Role
 from deploy.controller import ClusterStatus, Controller, ControllerActor
 from deploy.member import NAMESPACE, actor_names, alive_machines, groups_of
 from deploy.placement import Planned, plan
-from deploy.process import SIGNALS, signals_held
+from deploy.process import SIGNALS, adopt_orphans, signals_held
 from deploy.reconcile import Stage
 from engine.errors import ConfigError, DeadlineExceededError, TandemError, UnavailableError
 
@@ -128,6 +128,9 @@ def embedded(folder: Path, resources: dict[str, float]) -> Iterator[tuple[RayThr
             )
         yield thread, str(ray.get_runtime_context().gcs_address)
     finally:
+        # A raylet may end before its workers. Not sooner: helpers of each node that dies while the
+        # cluster serves would stay zombies of this process.
+        adopt_orphans()
         _shut_down(thread, CALL_S)
 
 

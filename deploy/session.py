@@ -19,7 +19,7 @@ from msgspec import Meta
 
 from deploy.config import ClusterConfig, NoClusterError
 from deploy.placement import check_room
-from deploy.process import adopt_orphans, end_descendants, ignore_signals
+from deploy.process import end_descendants, ignore_signals
 from engine.errors import ConfigError, DeadlineExceededError, UnavailableError
 from serving.config import Config
 
@@ -124,7 +124,6 @@ def _keep_logs(session: Session) -> Path:
 def new_session() -> Iterator[Session]:
     """At the end no process below this one is left, and the folder is gone."""
     session = Session(Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX)))
-    adopt_orphans()
     try:
         session.ray_folder.mkdir()
         session.token_path.touch(mode=0o600)

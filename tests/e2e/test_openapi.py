@@ -4,6 +4,7 @@ import asyncio
 import sys
 from pathlib import Path
 
+import aiohttp
 import pytest
 
 from tests.support.nodes.processes import API_KEY, ServedCluster
@@ -17,15 +18,23 @@ expected-statuses = [400, 401, 403, 404, 405, 406, 409, 413, 415, 422, 428, 429,
 
 
 @pytest.mark.long
+async def test_p_and_d_publish_one_document(served: ServedCluster) -> None:
+    """So that one of them is enough below."""
+    async with aiohttp.ClientSession() as http:
+        documents = []
+        for node in (served.p, served.d):
+            async with http.get(f"{node.url}/openapi.json") as reply:
+                documents.append(await reply.json())
+    assert documents[0] == documents[1]
+
+
+@pytest.mark.long
 @pytest.mark.timeout(LIMIT_S + 60)
 @pytest.mark.parametrize("server", ["proxy", "d"])
 async def test_schemathesis_finds_nothing(
     served: ServedCluster, tmp_path: Path, server: str
 ) -> None:
-    """But that some bodies of the schema are refused, such as prompts that do not fit.
-
-    P has the routes and the code of D.
-    """
+    """But that some bodies of the schema are refused, such as prompts that do not fit."""
     url = getattr(served, server).url
     (tmp_path / "schemathesis.toml").write_text(CONFIG)
     process = await asyncio.create_subprocess_exec(
