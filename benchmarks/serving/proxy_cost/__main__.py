@@ -29,7 +29,8 @@ from benchmarks.support.processes import Server, processes
 SECONDS = (180, 25)
 ROUNDS, QUICK_ROUNDS = 7, 2
 REQUESTS, QUICK_REQUESTS = 200, 20
-STREAMS, TOKENS, QUICK_TOKENS = 64, 128, 24
+STREAMS, QUICK_STREAMS = 64, 16
+TOKENS, QUICK_TOKENS = 128, 48
 BOUNDS = (3.0, 2.0)
 ANSWER_S = 10.0
 HEADERS = ("what", "proxy, us", "pass-through, us", "ratio", "at most")
@@ -67,11 +68,12 @@ def main(
     """CPU of a request with 8,192 token ids, and of a token of one of 64 streams."""
     found = report.Report("proxy_cost", out, SECONDS, cpu="all", quick=quick)
     rounds = QUICK_ROUNDS if quick else ROUNDS
-    num_requests, num_tokens = (QUICK_REQUESTS, QUICK_TOKENS) if quick else (REQUESTS, TOKENS)
+    num_requests = QUICK_REQUESTS if quick else REQUESTS
+    num_streams, num_tokens = (QUICK_STREAMS, QUICK_TOKENS) if quick else (STREAMS, TOKENS)
     works = {
         "request of 8,192 token ids": partial(micros_per_request, num_requests=num_requests),
-        f"token of {STREAMS} streams": partial(
-            micros_per_token, num_streams=STREAMS, num_each=num_tokens
+        f"token of {num_streams} streams": partial(
+            micros_per_token, num_streams=num_streams, num_each=num_tokens
         ),
     }
     cases = []
@@ -99,7 +101,7 @@ def main(
     note = f"at most {rounds} rounds; {machine.describe(found.host)}"
     rows = [case.row() for case in cases]
     found.publish("CPU of the proxy", headers=HEADERS, rows=rows, note=note)
-    alone_row = [f"token of {STREAMS} streams", Spread.of(messages).show(0)]
+    alone_row = [f"token of {num_streams} streams", Spread.of(messages).show(0)]
     note = "read by gRPC's client as the proxy sets it, and thrown away: a part of the above"
     found.publish("gRPC alone", headers=("what", "us"), rows=[alone_row], note=note)
     bars = {"proxy / pass-through": [case.ratio() for case in cases]}

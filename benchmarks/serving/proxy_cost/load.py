@@ -71,10 +71,13 @@ class Window:
             self.end = self._now()
 
     def micros_per_token(self) -> float:
-        """Raises RuntimeError where no moment had all streams."""
-        if self.begin is None or self.end is None or self.end[1] <= self.begin[1]:
+        """Raises RuntimeError where all streams ran at once for too short a time to be measured."""
+        if self.begin is None or self.end is None:
             raise RuntimeError("the streams did not run at the same time")
-        return 1e6 * (self.end[0] - self.begin[0]) / (self.end[1] - self.begin[1])
+        seconds, tokens = self.end[0] - self.begin[0], self.end[1] - self.begin[1]
+        if seconds <= 0 or tokens <= 0:
+            raise RuntimeError(f"all streams ran at once for {tokens} tokens only")
+        return 1e6 * seconds / tokens
 
     def _now(self) -> tuple[float, int]:
         return self.target.cpu_s(), sum(self.counts)
