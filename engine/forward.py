@@ -28,7 +28,7 @@ class AttentionCache:
     `*_pages` are [rows, num_kv_heads, block_size, head_dim] (head-major), indexed by
     `block_tables`; `*_tokens` are the same bytes as [rows * num_kv_heads * block_size, head_dim],
     indexed by `slot_mapping`. The layer's offset is in the view, so one table serves all layers of
-    a group.
+    a group. Of latent attention, V is K.
     """
 
     k_pages: Tensor
@@ -39,10 +39,9 @@ class AttentionCache:
 
 @dataclass(slots=True, frozen=True)
 class StateCache:
-    """Conv rows [units, K-1, D] and temporal state [units, heads, ...] of one layer, by unit."""
+    """The tensors [units, ...] of one layer's states, by unit, in the order of its spec."""
 
-    conv: Tensor
-    temporal: Tensor
+    parts: tuple[Tensor, ...]
 
 
 LayerCache = AttentionCache | StateCache

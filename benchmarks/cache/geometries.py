@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from engine.kv_cache.arena_plan import ArenaPlan, plan_arena
-from engine.kv_cache.spec import FullAttentionSpec, KVCacheGroup, MambaSpec, round_up
+from engine.kv_cache.spec import FullAttentionSpec, KVCacheGroup, MambaSpec, StatePart, round_up
 
 BLOCK_SIZE = 16
 
@@ -63,13 +63,13 @@ GEOMETRIES: Mapping[str, Geometry] = MappingProxyType(
         "Qwen3.5-4B": Geometry(
             FullAttentionSpec(num_kv_heads=4, head_dim=256, dtype="bfloat16"),
             8,
-            MambaSpec("gdn", (3, 8192), "bfloat16", (32, 128, 128)),
+            MambaSpec("gdn", (StatePart((3, 8192), "bfloat16"), StatePart((32, 128, 128)))),
             24,
         ),
         "Granite-4.0-H-Tiny": Geometry(
             FullAttentionSpec(num_kv_heads=4, head_dim=128, dtype="bfloat16"),
             4,
-            MambaSpec("mamba2", (3, 3328), "bfloat16", (48, 64, 128)),
+            MambaSpec("mamba2", (StatePart((3, 3328), "bfloat16"), StatePart((48, 64, 128)))),
             36,
         ),
     }

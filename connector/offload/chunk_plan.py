@@ -126,7 +126,7 @@ class ChunkPlan:
         """Rows of tokens in a block (layers x K|V x heads), and the bytes of one token in a row."""
         spec = self.arena.groups[group].spec
         assert isinstance(spec, AttentionSpec)
-        num_rows = len(self.arena.groups[group].layers) * 2 * spec.num_kv_heads
+        num_rows = len(self.arena.groups[group].layers) * spec.token_rows
         return num_rows, self.token_bytes(group) // num_rows
 
 

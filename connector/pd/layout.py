@@ -83,7 +83,7 @@ class GroupBlocks:
         if not isinstance(self.spec, AttentionSpec):
             yield Piece(self.offsets[0] + skipped, self._layer_bytes)
             return
-        heads = 2 * self.spec.num_kv_heads
+        heads = self.spec.token_rows
         row = self.spec.page_bytes(1) // heads
         for head in range(heads):
             for first, stop in _parts(start, end, self.block_size):

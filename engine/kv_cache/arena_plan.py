@@ -119,10 +119,10 @@ def plan_arena(
 ) -> ArenaPlan:
     """The unit size that wastes least for these groups, and how many units `memory_bytes` holds.
 
-    A unit is at least the largest state and a multiple of every half page (K or V of one layer's
-    block), so that pages can be addressed as rows of one array. `hash_block_size`: None for the
-    largest one up to 16 that divides the blocks of every attention group. Raises ConfigError when
-    not even two units fit, or for a hash block that does not divide them.
+    A unit is at least the largest state and a multiple of every tensor of a page (K or V of one
+    layer's block), so that these can be addressed as rows of one array. `hash_block_size`: None for
+    the largest one up to 16 that divides the blocks of every attention group. Raises ConfigError
+    when not even two units fit, or for a hash block that does not divide them.
     """
     hash_tokens = _hash_block_size(groups, block_size, hash_block_size)
     is_state = [isinstance(group.spec, MambaSpec) for group in groups]
@@ -136,12 +136,12 @@ def plan_arena(
     def worst_waste(plan: ArenaPlan) -> float:
         return max(map(plan.waste, range(len(groups))))
 
-    half_pages = (
-        group.spec.page_bytes(group.block_size or block_size) // 2
+    tensors = (
+        group.spec.tensor_bytes(group.block_size or block_size)
         for group in groups
         if not isinstance(group.spec, MambaSpec)
     )
-    step = lcm(STATE_ALIGNMENT, *half_pages)
+    step = lcm(STATE_ALIGNMENT, *tensors)
     smallest = round_up(max(sizes), step)
     if any(is_state):
         # Up to one more of the largest block.

@@ -16,7 +16,12 @@ from engine.kv_cache.full_attention import FullAttentionLookup, FullAttentionTab
 from engine.kv_cache.mamba_states import MambaStates
 from engine.kv_cache.prefix import PrefixDigests
 from engine.kv_cache.sliding_window import SlidingWindowLookup, SlidingWindowTable
-from engine.kv_cache.spec import FullAttentionSpec, LayerSpec, SlidingWindowSpec
+from engine.kv_cache.spec import (
+    FullAttentionSpec,
+    LatentAttentionSpec,
+    LayerSpec,
+    SlidingWindowSpec,
+)
 from engine.kv_cache.tables import GroupHit, GroupTable, Lookup
 
 
@@ -29,6 +34,7 @@ class AttentionKind(NamedTuple):
 
 KINDS: dict[type[LayerSpec], AttentionKind] = {
     FullAttentionSpec: AttentionKind(FullAttentionLookup, FullAttentionTable),
+    LatentAttentionSpec: AttentionKind(FullAttentionLookup, FullAttentionTable),
     SlidingWindowSpec: AttentionKind(SlidingWindowLookup, SlidingWindowTable),
 }
 

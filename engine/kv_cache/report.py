@@ -1,7 +1,7 @@
 """The arena plan, and what a tier after it holds, for people; and the plan for metrics."""
 
 from engine.kv_cache.arena_plan import ArenaPlan
-from engine.kv_cache.spec import MambaSpec, SlidingWindowSpec
+from engine.kv_cache.spec import LatentAttentionSpec, MambaSpec, SlidingWindowSpec
 
 MANY_TOKENS = 1 << 40
 PROMPTS = (1024, 8192, 65536)
@@ -68,7 +68,8 @@ def _row(plan: ArenaPlan, group: int) -> tuple[str, ...]:
         kind = f"{spec.kind} state"
     else:
         window = f"window {spec.window}, " if isinstance(spec, SlidingWindowSpec) else ""
-        kind = f"attention, {window}{plan.block_size_of(group)}-token blocks"
+        name = "latent attention" if isinstance(spec, LatentAttentionSpec) else "attention"
+        kind = f"{name}, {window}{plan.block_size_of(group)}-token blocks"
     size, per_unit = plan.block_bytes(group), plan.blocks_per_unit[group]
     return (
         str(group),

@@ -1,12 +1,13 @@
 """The specs of layers' caches, per token or per sequence, and the KV cache groups they form.
 
 Sizes only: no tensors, no ids. A block holds all layers of its group contiguously
-(block-outermost), and a state holds the conv and temporal tensors of all layers of its group, so
-each is one span for a copy or a transfer.
+(block-outermost), and a state holds all tensors of all layers of its group, so each is one span for
+a copy or a transfer.
 """
 
 from dataclasses import dataclass
 from math import prod
+from typing import ClassVar
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 STATE_ALIGNMENT = 256
@@ -24,15 +25,37 @@ class AttentionSpec:
     num_kv_heads: int
     head_dim: int
     dtype: str
+    tensors: ClassVar[int] = 2
+    """Tensors [num_kv_heads, block_size, head_dim] of a page: K and V."""
+
+    @property
+    def token_rows(self) -> int:
+        """Rows of `head_dim` numbers that one token has in a page."""
+        return self.tensors * self.num_kv_heads
+
+    def tensor_bytes(self, block_size: int) -> int:
+        """Bytes of K, or of V, of `block_size` tokens in one layer."""
+        return self.num_kv_heads * block_size * self.head_dim * DTYPE_BYTES[self.dtype]
 
     def page_bytes(self, block_size: int) -> int:
-        """Bytes of K and V of `block_size` tokens in one layer."""
-        return 2 * self.num_kv_heads * block_size * self.head_dim * DTYPE_BYTES[self.dtype]
+        """Bytes of all that `block_size` tokens keep in one layer."""
+        return self.tensors * self.tensor_bytes(block_size)
 
 
 @dataclass(slots=True, frozen=True)
 class FullAttentionSpec(AttentionSpec):
     """A layer whose tokens read all tokens before them."""
+
+
+@dataclass(slots=True, frozen=True)
+class LatentAttentionSpec(AttentionSpec):
+    """A layer that keeps one vector per token, from which all heads get both K and V.
+
+    DeepSeek-V2, arXiv 2405.04434. `num_kv_heads` is 1 and `head_dim` the width of the vector: the
+    latent and, after it, the part of K that is rotated. All tokens before a token are read.
+    """
+
+    tensors: ClassVar[int] = 1
 
 
 @dataclass(slots=True, frozen=True)
@@ -47,37 +70,36 @@ class SlidingWindowSpec(AttentionSpec):
 
 
 @dataclass(slots=True, frozen=True)
-class MambaSpec:
-    """Recurrent state of one layer for one sequence: conv rows [K-1, D] and a temporal tensor.
+class StatePart:
+    """One tensor of a layer's recurrent state."""
 
-    `conv_shape` is token-major (K-1 rows of D channels) in `conv_dtype`; `temporal_shape` is
-    [heads, ...] in `temporal_dtype` (float32 unless a model says otherwise).
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor, rounded up so that the one after it is aligned."""
+        return round_up(prod(self.shape) * DTYPE_BYTES[self.dtype], STATE_ALIGNMENT)
+
+
+@dataclass(slots=True, frozen=True)
+class MambaSpec:
+    """Recurrent state of one layer for one sequence: its tensors, one after the other.
+
+    What they are is the business of the layer, which `kind` names: the last inputs of a convolution
+    [K-1, D], a temporal state [heads, ...], both, or others.
     """
 
     kind: str
-    conv_shape: tuple[int, int]
-    conv_dtype: str
-    temporal_shape: tuple[int, int, int]
-    temporal_dtype: str = "float32"
-
-    @property
-    def conv_bytes(self) -> int:
-        """Bytes of the conv rows, rounded up so that the temporal tensor after them is aligned."""
-        return round_up(prod(self.conv_shape) * DTYPE_BYTES[self.conv_dtype], STATE_ALIGNMENT)
-
-    @property
-    def temporal_bytes(self) -> int:
-        """Bytes of the temporal tensor, rounded so that the next layer's conv rows are aligned."""
-        nbytes = prod(self.temporal_shape) * DTYPE_BYTES[self.temporal_dtype]
-        return round_up(nbytes, STATE_ALIGNMENT)
+    parts: tuple[StatePart, ...]
 
     @property
     def layer_bytes(self) -> int:
         """Bytes of one layer's state."""
-        return self.conv_bytes + self.temporal_bytes
+        return sum(part.nbytes for part in self.parts)
 
 
-LayerSpec = FullAttentionSpec | SlidingWindowSpec | MambaSpec
+LayerSpec = FullAttentionSpec | LatentAttentionSpec | SlidingWindowSpec | MambaSpec
 
 
 @dataclass(slots=True, frozen=True)

@@ -49,10 +49,10 @@ class GatedDeltaNet:
 
     def __call__(self, x: Tensor, residual: Tensor | None, step: ForwardPass) -> Tensor:
         config = self.config
-        cache, index = step.states(self.key)
+        (conv, temporal), index = step.states(self.key)
         mixed, gate, b, a = self.in_proj(x).split_with_sizes(self._splits, dim=-1)
         decay = F.softplus(a.float() + self.dt_bias).mul_(self.rate)
-        mixed = self.ops.causal_conv1d(mixed, cache.conv, index, self.conv_weight, None)
+        mixed = self.ops.causal_conv1d(mixed, conv, index, self.conv_weight, None)
         q, k, v = mixed.split_with_sizes(self._qkv, dim=-1)
         o = self.ops.gated_delta_rule(
             q.view(-1, config.key_heads, config.key_dim),
@@ -60,7 +60,7 @@ class GatedDeltaNet:
             v.view(-1, config.value_heads, config.value_dim),
             decay,
             b.float().sigmoid(),
-            cache.temporal,
+            temporal,
             index,
         )
         # The gate comes after the norm: the other way round than in Mamba2.

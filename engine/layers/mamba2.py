@@ -56,7 +56,7 @@ class Mamba2:
 
     def __call__(self, x: Tensor, residual: Tensor | None, step: ForwardPass) -> Tensor:
         config = self.config
-        cache, index = step.states(self.key)
+        (conv, temporal), index = step.states(self.key)
         sizes = [config.inner_size, config.conv_dim, config.num_heads]
         z, mixed, dt = self.in_proj(x).split_with_sizes(sizes, dim=-1)
         dt = F.softplus(dt + self.dt_bias)
@@ -64,13 +64,13 @@ class Mamba2:
         if low > 0.0 or high != inf:
             dt.clamp_(low, high)
         # x, B and C pass the convolution together; z and dt do not.
-        mixed = self.ops.causal_conv1d(mixed, cache.conv, index, self.conv_weight, self.conv_bias)
+        mixed = self.ops.causal_conv1d(mixed, conv, index, self.conv_weight, self.conv_bias)
         shared = config.n_groups * config.state_size
         u, b, c = mixed.split_with_sizes([config.inner_size, shared, shared], dim=-1)
         u = u.view(-1, config.num_heads, config.head_dim)
         by_group = (-1, config.n_groups, config.state_size)
         b, c = b.view(by_group), c.view(by_group)
-        y = self.ops.ssd(u, dt, self.a, b, c, cache.temporal, index)
+        y = self.ops.ssd(u, dt, self.a, b, c, temporal, index)
         y = self._gate(y.addcmul_(u, self.d).view(z.shape), z)
         return self.out_proj(y.to(x.dtype), residual)
 

@@ -36,12 +36,12 @@ class ForwardPass:
         assert isinstance(index, AttentionIndex)
         return cache, index
 
-    def states(self, key: CacheKey) -> tuple[StateCache, StateIndex]:
-        """The cache of a recurrent layer, and the batch's states in it."""
+    def states(self, key: CacheKey) -> tuple[tuple[Tensor, ...], StateIndex]:
+        """The tensors of a recurrent layer's states, and the batch's places in them."""
         cache, index = self.caches[key], self.batch.group_index[key[0]]
         assert isinstance(cache, StateCache)
         assert isinstance(index, StateIndex)
-        return cache, index
+        return cache.parts, index
 
 
 class Part(Protocol):

@@ -4,7 +4,13 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from engine.errors import CheckpointError
-from engine.kv_cache.spec import DTYPE_BYTES, FullAttentionSpec, MambaSpec, SlidingWindowSpec
+from engine.kv_cache.spec import (
+    DTYPE_BYTES,
+    FullAttentionSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+    StatePart,
+)
 from engine.model_configs.config_reader import ConfigReader
 
 
@@ -173,10 +179,10 @@ class Mamba2Config:
         """The cache contents of one such layer for one sequence."""
         return MambaSpec(
             kind="mamba2",
-            conv_shape=(self.conv_kernel - 1, self.conv_dim),
-            conv_dtype=dtype,
-            temporal_shape=(self.num_heads, self.head_dim, self.state_size),
-            temporal_dtype=self.temporal_dtype,
+            parts=(
+                StatePart((self.conv_kernel - 1, self.conv_dim), dtype),
+                StatePart((self.num_heads, self.head_dim, self.state_size), self.temporal_dtype),
+            ),
         )
 
 
@@ -268,9 +274,10 @@ class GatedDeltaNetConfig:
         """The cache contents of one such layer for one sequence."""
         return MambaSpec(
             kind="gated_delta_net",
-            conv_shape=(self.conv_kernel - 1, self.conv_dim),
-            conv_dtype=dtype,
-            temporal_shape=(self.value_heads, self.key_dim, self.value_dim),
+            parts=(
+                StatePart((self.conv_kernel - 1, self.conv_dim), dtype),
+                StatePart((self.value_heads, self.key_dim, self.value_dim)),
+            ),
         )
 
 

@@ -24,15 +24,15 @@ from engine.ops.ssd.fast import ssd
 class PagedAttention(Protocol):
     """Writes the batch's K and V into their pages, then attends causally.
 
-    q [T, H, D], k and v [T, Hkv, D] -> [T, H * D]. A token reads itself and the `window` - 1 tokens
-    before it (None: all); scores are q k^T * `scale`.
+    q [T, H, D], k and v [T, Hkv, D] -> [T, H * D]; v None: k is V too, as in its pages. A token
+    reads itself and the `window` - 1 tokens before it (None: all); scores are q k^T * `scale`.
     """
 
     def __call__(
         self,
         q: Tensor,
         k: Tensor,
-        v: Tensor,
+        v: Tensor | None,
         cache: AttentionCache,
         index: AttentionIndex,
         *,

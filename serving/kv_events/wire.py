@@ -28,7 +28,8 @@ SNAPSHOT = b"snapshot"
 END_SEQUENCE = -1
 """The number of an answer's last message, which has no payload."""
 GPU, CPU, STORAGE = "GPU", "CPU", "STORAGE"
-FULL_ATTENTION, SLIDING_WINDOW, MAMBA = "full_attention", "sliding_window", "mamba"
+FULL_ATTENTION, LATENT_ATTENTION = "full_attention", "mla_attention"
+SLIDING_WINDOW, MAMBA = "sliding_window", "mamba"
 _MAX_HASH = 2**64 - 1
 _MAX_INCARNATION = 256  # characters
 

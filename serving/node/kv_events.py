@@ -4,11 +4,11 @@ import structlog
 from msgspec import structs
 
 from engine.kv_cache.arena_plan import ArenaPlan
-from engine.kv_cache.spec import LayerSpec, MambaSpec, SlidingWindowSpec
+from engine.kv_cache.spec import LatentAttentionSpec, LayerSpec, MambaSpec, SlidingWindowSpec
 from serving.config import NodeConfig
 from serving.kv_events.publisher import EventPublisher, reachable
 from serving.kv_events.recorder import AnnouncedGroup, EventRecorder
-from serving.kv_events.wire import FULL_ATTENTION, MAMBA, SLIDING_WINDOW
+from serving.kv_events.wire import FULL_ATTENTION, LATENT_ATTENTION, MAMBA, SLIDING_WINDOW
 from serving.rpc.messages import KVEventsInfo, KVGroupInfo
 
 log = structlog.get_logger()
@@ -65,4 +65,6 @@ def announced(spec: LayerSpec) -> AnnouncedGroup:
         return AnnouncedGroup(MAMBA)
     if isinstance(spec, SlidingWindowSpec):
         return AnnouncedGroup(SLIDING_WINDOW, spec.window)
+    if isinstance(spec, LatentAttentionSpec):
+        return AnnouncedGroup(LATENT_ATTENTION)
     return AnnouncedGroup(FULL_ATTENTION)

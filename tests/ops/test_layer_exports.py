@@ -81,7 +81,7 @@ def random_cache() -> StateCache:
     """The same contents every time."""
     draw = torch.Generator().manual_seed(2)
     conv = torch.randn(UNITS, KERNEL - 1, CONV, generator=draw)
-    return StateCache(conv, torch.randn(UNITS, HEADS, DIM, DIM, generator=draw))
+    return StateCache((conv, torch.randn(UNITS, HEADS, DIM, DIM, generator=draw)))
 
 
 def step(
@@ -102,7 +102,7 @@ def step(
 
 
 def assert_unit(ours: StateCache, unit: int, truth: StateCache, source: int) -> None:
-    for own, other in ((ours.conv, truth.conv), (ours.temporal, truth.temporal)):
+    for own, other in zip(ours.parts, truth.parts, strict=True):
         torch.testing.assert_close(own[unit], other[source], rtol=2e-5, atol=2e-5)
 
 
@@ -132,5 +132,5 @@ def test_exports_touch_their_units_only(layer: Layer) -> None:
     for unit in SEQUENCES:
         assert_unit(cache, unit, plain, unit)
     others = sorted({*range(UNITS)} - {*SEQUENCES} - {export.unit for export in EXPORTS})
-    assert torch.equal(cache.conv[others], before.conv[others])
-    assert torch.equal(cache.temporal[others], before.temporal[others])
+    for part, as_before in zip(cache.parts, before.parts, strict=True):
+        assert torch.equal(part[others], as_before[others])

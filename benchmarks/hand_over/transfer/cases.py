@@ -14,11 +14,11 @@ from connector.pd.wire.messages import BlockIds
 from engine.kv_cache.arena_plan import ArenaPlan, plan_arena
 from engine.kv_cache.manager import KVCacheManager
 from engine.kv_cache.prefix import PrefixDigests
-from engine.kv_cache.spec import FullAttentionSpec, KVCacheGroup, MambaSpec
+from engine.kv_cache.spec import FullAttentionSpec, KVCacheGroup, MambaSpec, StatePart
 
 BLOCK_SIZE = 16
 ARENA_BYTES = 1400 << 20
-GDN = MambaSpec("gdn", (3, 8192), "bfloat16", (32, 128, 128))
+GDN = MambaSpec("gdn", (StatePart((3, 8192), "bfloat16"), StatePart((32, 128, 128))))
 ATTENTION = FullAttentionSpec(num_kv_heads=4, head_dim=256, dtype="bfloat16")
 GROUPS = (
     KVCacheGroup(GDN, tuple(layer for layer in range(32) if layer % 4 != 3)),

@@ -17,7 +17,7 @@ from connector.pd.wire.messages import Handshake
 from connector.transports.address import AUTO
 from engine.errors import TransportError
 from engine.kv_cache.arena_plan import ArenaPlan
-from engine.kv_cache.spec import LayerSpec, MambaSpec, SlidingWindowSpec
+from engine.kv_cache.spec import LatentAttentionSpec, LayerSpec, MambaSpec, SlidingWindowSpec
 from engine.model_configs.identity import LAYERS, by_layer
 from engine.struct_types import learned
 
@@ -147,12 +147,10 @@ def differences(mine: Handshake, theirs: Handshake) -> list[Difference]:
 def describe_spec(spec: LayerSpec) -> str:
     """Everything that determines the bytes of one layer, except tokens per block."""
     if isinstance(spec, MambaSpec):
-        conv = "x".join(map(str, spec.conv_shape))
-        temporal = "x".join(map(str, spec.temporal_shape))
-        return (
-            f"mamba {spec.kind} conv={conv} {spec.conv_dtype} "
-            f"temporal={temporal} {spec.temporal_dtype}"
-        )
+        parts = (f"{'x'.join(map(str, part.shape))} {part.dtype}" for part in spec.parts)
+        return f"mamba {spec.kind} {', '.join(parts)}"
+    if isinstance(spec, LatentAttentionSpec):
+        return f"latent attention width={spec.head_dim} {spec.dtype}"
     window = f"window={spec.window} " if isinstance(spec, SlidingWindowSpec) else ""
     return f"attention {window}kv_heads={spec.num_kv_heads} head_dim={spec.head_dim} {spec.dtype}"
 

@@ -22,7 +22,7 @@ MIN_TILE = 128
 def paged_attention(
     q: Tensor,
     k: Tensor,
-    v: Tensor,
+    v: Tensor | None,
     cache: AttentionCache,
     index: AttentionIndex,
     *,
@@ -51,10 +51,11 @@ def paged_attention(
     return joined.reshape(q.shape[0], -1)
 
 
-def write_tokens(k: Tensor, v: Tensor, cache: AttentionCache, slot_mapping: Tensor) -> None:
+def write_tokens(k: Tensor, v: Tensor | None, cache: AttentionCache, slot_mapping: Tensor) -> None:
     """Stores k, v [T, Hkv, D] at `slot_mapping` int64 [T * Hkv] (heads fastest)."""
     cache.k_tokens.index_copy_(0, slot_mapping, k.reshape(-1, k.shape[-1]))
-    cache.v_tokens.index_copy_(0, slot_mapping, v.reshape(-1, v.shape[-1]))
+    if v is not None:
+        cache.v_tokens.index_copy_(0, slot_mapping, v.reshape(-1, v.shape[-1]))
 
 
 def decode(
@@ -226,11 +227,13 @@ def _gather(
     rows = torch.add(offsets, tables.unsqueeze(1), alpha=heads).view(-1)
     shape = (rows.shape[0], block_size * dim)
     k = scratch.take("k", shape, cache.k_pages)
-    v = scratch.take("v", shape, cache.v_pages)
     torch.index_select(cache.k_pages.view(-1, shape[1]), 0, rows, out=k)
-    torch.index_select(cache.v_pages.view(-1, shape[1]), 0, rows, out=v)
-    k, v = (x.view(-1, blocks * block_size, dim) for x in (k, v))
-    return k[:, :length], v[:, :length]
+    v = k
+    if cache.v_pages is not cache.k_pages:
+        v = scratch.take("v", shape, cache.v_pages)
+        torch.index_select(cache.v_pages.view(-1, shape[1]), 0, rows, out=v)
+    k, v = (x.view(-1, blocks * block_size, dim)[:, :length] for x in (k, v))
+    return k, v
 
 
 def _clear(v: Tensor, beyond: Tensor) -> None:

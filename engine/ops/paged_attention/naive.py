@@ -11,12 +11,13 @@ from torch import Tensor
 from engine.forward import AttentionCache
 
 
-def write_tokens(k: Tensor, v: Tensor, cache: AttentionCache, slot_mapping: Tensor) -> None:
+def write_tokens(k: Tensor, v: Tensor | None, cache: AttentionCache, slot_mapping: Tensor) -> None:
     """Stores k, v [T, Hkv, D] at `slot_mapping` int64 [T * Hkv] (heads fastest)."""
     for row, slot in enumerate(slot_mapping.tolist()):
         token, head = divmod(row, k.shape[1])
         cache.k_tokens[slot] = k[token, head]
-        cache.v_tokens[slot] = v[token, head]
+        if v is not None:
+            cache.v_tokens[slot] = v[token, head]
 
 
 def decode(

@@ -25,7 +25,7 @@ from connector.pd.wire.messages import BlockIds, BlockRange, Digests
 from connector.transports.shm import ShmTransport
 from engine.arena import ArenaMemory
 from engine.kv_cache.arena_plan import plan_arena
-from engine.kv_cache.spec import FullAttentionSpec, MambaSpec, form_groups
+from engine.kv_cache.spec import FullAttentionSpec, MambaSpec, StatePart, form_groups
 from serving.metrics import NodeMetrics
 from serving.rpc.server import start_server
 from tests.support.cache.leases import HOLDING, LEASE_S, identity
@@ -39,7 +39,7 @@ from tests.support.faults.fault_points import (
 from tests.support.faults.faults import flip
 
 T = TypeVar("T")
-MAMBA = MambaSpec("gdn", (3, 64), "float32", (2, 16, 16))
+MAMBA = MambaSpec("gdn", (StatePart((3, 64)), StatePart((2, 16, 16))))
 ATTENTION = FullAttentionSpec(num_kv_heads=1, head_dim=4, dtype="float32")
 PLAN = plan_arena(form_groups(((MAMBA,), (ATTENTION,))), 16, 1 << 18)
 STATE, PAGES = PLAN.state_groups[0], 1 - PLAN.state_groups[0]

@@ -152,8 +152,8 @@ class Runner:
         for layer in self.plan.groups[group].layers:
             cache = self.caches[group, layer]
             assert isinstance(cache, StateCache)
-            cache.conv[units] = 0
-            cache.temporal[units] = 0
+            for part in cache.parts:
+                part[units] = 0
 
     def _batch(self, work: dict[int, list[int]], decodes: int) -> ForwardBatch:
         contexts = [self.sequences[key].length for key in work]

@@ -14,14 +14,20 @@ from connector.offload.messages import STATES, Item, Place
 from engine.kv_cache.arena_plan import plan_arena
 from engine.kv_cache.coverage import longest_joint
 from engine.kv_cache.prefix import PrefixDigests, PrefixHasher
-from engine.kv_cache.spec import FullAttentionSpec, KVCacheGroup, MambaSpec, SlidingWindowSpec
+from engine.kv_cache.spec import (
+    FullAttentionSpec,
+    KVCacheGroup,
+    MambaSpec,
+    SlidingWindowSpec,
+    StatePart,
+)
 from tests.support.cache.cache_model import longest_start
 
 Tokens = tuple[int, ...]
 FULL = FullAttentionSpec(1, 8, "float32")
 WINDOW = SlidingWindowSpec(1, 8, "float32", window=40)
 NARROW = SlidingWindowSpec(2, 8, "float32", window=13)
-STATE = MambaSpec("mamba2", (3, 32), "float32", (2, 16, 8))
+STATE = MambaSpec("mamba2", (StatePart((3, 32)), StatePart((2, 16, 8))))
 MIXES = {
     "attention": (FULL,),
     "hybrid": (FULL, STATE),

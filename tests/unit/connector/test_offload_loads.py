@@ -5,14 +5,14 @@ from pathlib import Path
 
 from connector.offload.messages import Report
 from engine.kv_cache.arena_plan import plan_arena
-from engine.kv_cache.spec import FullAttentionSpec, KVCacheGroup, MambaSpec
+from engine.kv_cache.spec import FullAttentionSpec, KVCacheGroup, MambaSpec, StatePart
 from engine.step import ConnectorOutput
 from tests.support.cache.bare_tiers import BareTiers
 from tests.support.faults.faulty_files import FaultyFiles
 
 MIB = 1 << 20
 FULL = KVCacheGroup(FullAttentionSpec(1, 8, "float32"), (0,), 16)
-STATE = KVCacheGroup(MambaSpec("mamba2", (3, 32), "float32", (2, 16, 8)), (1,))
+STATE = KVCacheGroup(MambaSpec("mamba2", (StatePart((3, 32)), StatePart((2, 16, 8)))), (1,))
 ATTENTION = plan_arena((FULL,), 16, MIB)
 HYBRID = plan_arena((FULL, STATE), 16, MIB)
 PROMPT = tuple(range(64))

@@ -14,10 +14,12 @@ from connector.pd.wire.geometry import (
 from connector.pd.wire.messages import Handshake
 from engine.errors import TransportError
 from engine.kv_cache.arena_plan import plan_arena
-from engine.kv_cache.spec import FullAttentionSpec, KVCacheGroup, LayerSpec, MambaSpec
+from engine.kv_cache.spec import FullAttentionSpec, KVCacheGroup, LayerSpec, MambaSpec, StatePart
 
 MODEL = {"attention.rope.theta": "10000.0", "layers": "gated_delta_net attention", "weights": "w"}
-STATE = MambaSpec("gdn", (3, 64), "float32", (2, 16, 16))
+STATE = MambaSpec("gdn", (StatePart((3, 64)), StatePart((2, 16, 16))))
+NARROW = replace(STATE, parts=(StatePart((3, 64)), StatePart((2, 16, 16), "bfloat16")))
+SHORT = replace(STATE, parts=(StatePart((2, 64)), StatePart((2, 16, 16))))
 FULL = FullAttentionSpec(num_kv_heads=2, head_dim=4, dtype="float32")
 
 
@@ -68,8 +70,8 @@ def test_block_sizes_units_and_groups_may_differ() -> None:
     [
         (usual("d", full=replace(FULL, dtype="bfloat16")), "float32", "bfloat16"),
         (usual("d", full=replace(FULL, num_kv_heads=1)), "kv_heads=2", "kv_heads=1"),
-        (usual("d", state=replace(STATE, temporal_dtype="bfloat16")), "float32", "bfloat16"),
-        (usual("d", state=replace(STATE, conv_shape=(2, 64))), "3x64", "2x64"),
+        (usual("d", state=NARROW), "float32", "bfloat16"),
+        (usual("d", state=SHORT), "3x64", "2x64"),
         (node("d", KVCacheGroup(STATE, (0, 2))), "head_dim=4", "absent"),
         (usual("d", other={"protocol": "1"}), f"'{PROTOCOL_VERSION}'", "'1'"),
         (theirs_with("attention.rope.theta", "100.0"), "theta is '10000.0'", "'100.0'"),

@@ -26,9 +26,10 @@ from engine.kv_cache.spec import (
     KVCacheGroup,
     MambaSpec,
     SlidingWindowSpec,
+    StatePart,
 )
 
-STATE = MambaSpec("gdn", (3, 64), "float32", (2, 16, 16))
+STATE = MambaSpec("gdn", (StatePart((3, 64)), StatePart((2, 16, 16))))
 FULL = FullAttentionSpec(num_kv_heads=2, head_dim=4, dtype="float32")
 WINDOW = SlidingWindowSpec(num_kv_heads=1, head_dim=8, dtype="float32", window=20)
 Arena = npt.NDArray[np.uint64]

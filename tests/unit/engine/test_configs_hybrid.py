@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from engine.errors import CheckpointError
-from engine.kv_cache.spec import FullAttentionSpec, MambaSpec, SlidingWindowSpec
+from engine.kv_cache.spec import FullAttentionSpec, MambaSpec, SlidingWindowSpec, StatePart
 from engine.model_configs.config_reader import ConfigReader
 from engine.model_configs.gemma3 import SLIDING
 from engine.model_configs.mixers import FULL, AttentionConfig, Gating, Mamba2Config, RopeConfig
@@ -98,7 +98,7 @@ def test_a_layer_of_falcon_h1_is_in_two_groups() -> None:
     config = read("FalconH1", FALCON_H1 | {"dtype": "bfloat16"})
     assert [group.spec for group in config.groups] == [
         FullAttentionSpec(2, 16, "bfloat16"),
-        MambaSpec("mamba2", (3, 160), "bfloat16", (8, 12, 16)),
+        MambaSpec("mamba2", (StatePart((3, 160), "bfloat16"), StatePart((8, 12, 16)))),
     ]
     assert [group.layers for group in config.groups] == [(0, 1, 2, 3)] * 2
     assert attention_of(config).scale == 0.125

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from engine.errors import CheckpointError
-from engine.kv_cache.spec import FullAttentionSpec, MambaSpec
+from engine.kv_cache.spec import FullAttentionSpec, MambaSpec, StatePart
 from engine.model_configs.config_reader import ConfigReader
 from engine.model_configs.mixers import AttentionConfig, RopeConfig
 from engine.model_configs.model_config import ModelConfig
@@ -65,7 +65,7 @@ def test_dtype_has_two_spellings_and_may_be_overridden() -> None:
 
 def test_every_fourth_layer_of_qwen3_5_is_attention_and_states_are_float32() -> None:
     config = read("Qwen3_5", QWEN3_5 | {"dtype": "bfloat16"})
-    state = MambaSpec("gated_delta_net", (3, 160), "bfloat16", (4, 16, 24), "float32")
+    state = MambaSpec("gated_delta_net", (StatePart((3, 160), "bfloat16"), StatePart((4, 16, 24))))
     attention = FullAttentionSpec(2, 32, "bfloat16")
     assert config.layer_specs == ((state,), (state,), (state,), (attention,))
     assert rope_of(config) == RopeConfig(1e4, 8)

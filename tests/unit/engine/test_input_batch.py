@@ -4,13 +4,13 @@ import torch
 
 from engine.forward import StateIndex
 from engine.kv_cache.arena_plan import plan_arena
-from engine.kv_cache.spec import MambaSpec, form_groups
+from engine.kv_cache.spec import MambaSpec, StatePart, form_groups
 from engine.step import SamplingInput, ScheduledRequest
 from engine.types import SamplingParams
 from engine.worker.input_batch import InputBatcher
 
-SMALL = MambaSpec("mamba2", (3, 64), "float32", (2, 16, 16))
-LARGE = MambaSpec("mamba2", (3, 96), "float32", (4, 16, 16))
+SMALL = MambaSpec("mamba2", (StatePart((3, 64)), StatePart((2, 16, 16))))
+LARGE = MambaSpec("mamba2", (StatePart((3, 96)), StatePart((4, 16, 16))))
 PLAN = plan_arena(form_groups(((SMALL,), (LARGE,))), 16, 1 << 20)
 
 

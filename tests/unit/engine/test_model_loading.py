@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from engine.errors import CheckpointError
-from engine.kv_cache.spec import FullAttentionSpec, MambaSpec
+from engine.kv_cache.spec import FullAttentionSpec, MambaSpec, StatePart
 from engine.model_configs.mixers import AttentionConfig, Mamba2Config
 from engine.model_configs.registry import ARCHITECTURES, read_config
 from engine.models.hybrid import HybridModel
@@ -174,7 +174,7 @@ def test_both_spellings_of_the_config_mean_the_same(tmp_path: Path) -> None:
 def test_layers_keep_what_the_config_says(tmp_path: Path) -> None:
     write_config(tmp_path, HUB_CONFIG, mamba_ssm_cache_dtype="float16")
     config = read_config(tmp_path, "bfloat16")
-    state = MambaSpec("mamba2", (3, 48), "bfloat16", (4, 4, 8), "float16")
+    state = MambaSpec("mamba2", (StatePart((3, 48), "bfloat16"), StatePart((4, 4, 8), "float16")))
     assert [group.spec for group in config.groups] == [state, FullAttentionSpec(1, 12, "bfloat16")]
     assert [group.layers for group in config.groups] == [(0, 3), (2,)]
 
@@ -183,7 +183,9 @@ def test_state_is_float32_by_default(tmp_path: Path) -> None:
     write_config(tmp_path, HUB_CONFIG)
     wide, narrow = read_config(tmp_path), read_config(tmp_path, "bfloat16")
     assert isinstance(wide.groups[0].spec, MambaSpec)
-    assert narrow.groups[0].spec == replace(wide.groups[0].spec, conv_dtype="bfloat16")
+    conv, temporal = wide.groups[0].spec.parts
+    parts = (replace(conv, dtype="bfloat16"), temporal)
+    assert narrow.groups[0].spec == replace(wide.groups[0].spec, parts=parts)
 
 
 BAD_CONFIGS: dict[str, tuple[dict[str, Any], str]] = {

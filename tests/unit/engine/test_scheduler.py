@@ -9,7 +9,7 @@ from engine.kv_cache.arena_plan import plan_arena
 from engine.kv_cache.checkpoints import decode_positions
 from engine.kv_cache.coverage import Coverage
 from engine.kv_cache.manager import KVCacheManager
-from engine.kv_cache.spec import FullAttentionSpec, KVCacheGroup, MambaSpec
+from engine.kv_cache.spec import FullAttentionSpec, KVCacheGroup, MambaSpec, StatePart
 from engine.kv_connector import FirstToken, Match, SchedulerConnector
 from engine.request import Request
 from engine.sched.scheduler import Scheduler, SchedulerConfig
@@ -26,7 +26,7 @@ from serving.metrics import SCHEDULER_COUNTERS, SCHEDULER_GAUGES, NodeMetrics
 from tests.support.cache.recount import check_scheduler
 
 BLOCK = 16
-STATE = MambaSpec("gdn", (3, 64), "float32", (2, 16, 16))
+STATE = MambaSpec("gdn", (StatePart((3, 64)), StatePart((2, 16, 16))))
 HYBRID = (KVCacheGroup(STATE, (0, 1)), KVCacheGroup(FullAttentionSpec(1, 16, "float32"), (2,)))
 NEW_TOKEN = 7
 

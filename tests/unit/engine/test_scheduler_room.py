@@ -5,14 +5,14 @@ from engine.kv_cache.coordinator import PrefixHit
 from engine.kv_cache.coverage import NOTHING, Coverage
 from engine.kv_cache.manager import KVCacheManager
 from engine.kv_cache.prefix import PrefixDigests
-from engine.kv_cache.spec import FullAttentionSpec, MambaSpec, form_groups
+from engine.kv_cache.spec import FullAttentionSpec, MambaSpec, StatePart, form_groups
 from engine.kv_connector import SchedulerConnector
 from engine.request import Request
 from engine.sched.scheduler import Scheduler, SchedulerConfig
 from engine.types import GenerateRequest
 from tests.support.cache.recount import check_scheduler
 
-MAMBA = MambaSpec("gdn", (3, 64), "float32", (2, 16, 16))
+MAMBA = MambaSpec("gdn", (StatePart((3, 64)), StatePart((2, 16, 16))))
 ATTENTION = FullAttentionSpec(num_kv_heads=1, head_dim=16, dtype="float32")
 GROUPS = form_groups(((MAMBA,), (MAMBA,), (ATTENTION,)))
 UNITS = 6

@@ -9,13 +9,19 @@ from engine.kv_cache.arena_plan import plan_arena
 from engine.kv_cache.listener import Cached, CachedBlocks, CachedStates
 from engine.kv_cache.manager import KVCacheManager
 from engine.kv_cache.prefix import PrefixDigests
-from engine.kv_cache.spec import FullAttentionSpec, KVCacheGroup, MambaSpec, SlidingWindowSpec
+from engine.kv_cache.spec import (
+    FullAttentionSpec,
+    KVCacheGroup,
+    MambaSpec,
+    SlidingWindowSpec,
+    StatePart,
+)
 from engine.kv_cache.tables import BlockTables
 from serving.config import NodeConfig
 from tests.support.cache.recount import check_cache, evict_all
 from tests.unit.kv_cache.test_kv_cache_policy import serve, text
 
-STATE = KVCacheGroup(MambaSpec("gdn", (3, 64), "float32", (2, 16, 16)), (0, 1))
+STATE = KVCacheGroup(MambaSpec("gdn", (StatePart((3, 64)), StatePart((2, 16, 16)))), (0, 1))
 FULL = KVCacheGroup(FullAttentionSpec(1, 16, "float32"), (2,))
 WINDOW = KVCacheGroup(SlidingWindowSpec(1, 16, "float32", 24), (3,))
 COARSE = KVCacheGroup(FullAttentionSpec(2, 16, "float32"), (4,), 96)

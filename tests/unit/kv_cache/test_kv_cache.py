@@ -10,11 +10,11 @@ from engine.errors import ConfigError
 from engine.kv_cache.arena_plan import plan_arena
 from engine.kv_cache.manager import KVCacheManager
 from engine.kv_cache.prefix import PrefixDigests, PrefixHasher
-from engine.kv_cache.spec import FullAttentionSpec, KVCacheGroup, MambaSpec, form_groups
+from engine.kv_cache.spec import FullAttentionSpec, KVCacheGroup, MambaSpec, StatePart, form_groups
 from engine.kv_cache.tables import BlockTables
 from tests.support.cache.recount import check_cache
 
-MAMBA = MambaSpec("gdn", (3, 64), "float32", (2, 16, 16))
+MAMBA = MambaSpec("gdn", (StatePart((3, 64)), StatePart((2, 16, 16))))
 ATTENTION = FullAttentionSpec(num_kv_heads=1, head_dim=16, dtype="float32")
 HYBRID = form_groups(((MAMBA,), (MAMBA,), (ATTENTION,)))
 

@@ -9,12 +9,12 @@ from engine.kv_cache.arena_plan import plan_arena
 from engine.kv_cache.coverage import Coverage
 from engine.kv_cache.manager import KVCacheManager
 from engine.kv_cache.prefix import PrefixDigests
-from engine.kv_cache.spec import FullAttentionSpec, KVCacheGroup, MambaSpec, form_groups
+from engine.kv_cache.spec import FullAttentionSpec, KVCacheGroup, MambaSpec, StatePart, form_groups
 from tests.support.cache.recount import check_cache
 from tests.unit.kv_cache.test_kv_cache_policy import BLOCK, Tokens, serve, text
 
 ATTENTION = FullAttentionSpec(1, 16, "float32")
-STATE = MambaSpec("gdn", (3, 64), "float32", (2, 16, 16))
+STATE = MambaSpec("gdn", (StatePart((3, 64)), StatePart((2, 16, 16))))
 BLOCKS_ONLY = form_groups(((ATTENTION,),))
 HYBRID = form_groups(((STATE,), (STATE,), (ATTENTION,)))
 FEW_STATES = 6

@@ -21,7 +21,13 @@ from engine.kv_cache.coverage import Coverage
 from engine.kv_cache.mamba_states import Checkpoint
 from engine.kv_cache.manager import KVCacheManager, Pin
 from engine.kv_cache.prefix import PrefixDigests, PrefixHasher
-from engine.kv_cache.spec import FullAttentionSpec, KVCacheGroup, MambaSpec, SlidingWindowSpec
+from engine.kv_cache.spec import (
+    FullAttentionSpec,
+    KVCacheGroup,
+    MambaSpec,
+    SlidingWindowSpec,
+    StatePart,
+)
 from engine.kv_cache.tables import NULL_BLOCK
 from tests.support.cache.cache_model import (
     Contents,
@@ -35,8 +41,8 @@ from tests.support.cache.cache_model import (
 from tests.support.cache.recount import check_cache, evict_all
 
 Tokens = tuple[int, ...]
-SMALL_STATE = MambaSpec("gdn", (3, 16), "float32", (2, 8, 8))
-LARGE_STATE = MambaSpec("mamba2", (3, 32), "float32", (2, 16, 8))
+SMALL_STATE = MambaSpec("gdn", (StatePart((3, 16)), StatePart((2, 8, 8))))
+LARGE_STATE = MambaSpec("mamba2", (StatePart((3, 32)), StatePart((2, 16, 8))))
 FULL = FullAttentionSpec(1, 8, "float32")
 GROUPS = {
     "full": KVCacheGroup(FULL, (0,), 4),

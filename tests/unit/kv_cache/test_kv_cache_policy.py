@@ -10,12 +10,12 @@ from engine.kv_cache.arena_plan import plan_arena
 from engine.kv_cache.checkpoints import CheckpointPolicy, Reason, due, value_per_token
 from engine.kv_cache.manager import KVCacheManager
 from engine.kv_cache.prefix import PrefixDigests, PrefixHasher
-from engine.kv_cache.spec import FullAttentionSpec, KVCacheGroup, MambaSpec
+from engine.kv_cache.spec import FullAttentionSpec, KVCacheGroup, MambaSpec, StatePart
 from engine.kv_cache.tables import BlockTables
 from tests.support.cache.recount import check_cache
 
 BLOCK = 16
-STATE = MambaSpec("gdn", (3, 64), "float32", (2, 16, 16))
+STATE = MambaSpec("gdn", (StatePart((3, 64)), StatePart((2, 16, 16))))
 GROUPS = (KVCacheGroup(STATE, (0, 1)), KVCacheGroup(FullAttentionSpec(1, 16, "float32"), (2,)))
 Tokens = tuple[int, ...]
 
