@@ -9,9 +9,9 @@ from rich.table import Table
 
 from deploy.config import ROLES, ClusterConfig, Role
 from engine.errors import TandemError
+from engine.families.registry import read_config
 from engine.kv_cache.arena_plan import plan_arena
 from engine.kv_cache.report import plan_report
-from engine.model_configs.registry import read_config
 from engine.model_files import resolve_folder
 
 if TYPE_CHECKING:

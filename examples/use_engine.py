@@ -13,12 +13,12 @@ import torch
 from engine.arena import ArenaMemory
 from engine.async_engine import AsyncEngine, EngineLimits
 from engine.core import EngineCore
+from engine.families.registry import read_config
 from engine.grammars.compiler import GrammarCompiler
 from engine.kv_cache.arena_plan import plan_arena
 from engine.kv_cache.manager import KVCacheManager
 from engine.kv_connector import Connector, LocalAdmission, SchedulerConnector, WorkerConnector
 from engine.model_configs.generation import read_eos_token_ids
-from engine.model_configs.registry import read_config
 from engine.models.loader import load_model
 from engine.sched.scheduler import Scheduler, SchedulerConfig
 from engine.types import GenerateRequest, SamplingParams

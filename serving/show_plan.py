@@ -5,9 +5,9 @@ from typing import Annotated
 import typer
 
 from engine.errors import TandemError
+from engine.families.registry import read_config
 from engine.kv_cache.arena_plan import plan_arena
 from engine.kv_cache.report import plan_report, tier_report
-from engine.model_configs.registry import read_config
 from engine.model_files import resolve_folder
 from serving.cli import option
 from serving.config import DEFAULTS, NodeConfig

@@ -22,7 +22,7 @@ from engine.forward import (
 )
 from engine.layers.norm import RMSNorm
 from engine.layers.rotary import Rotary, rotate_
-from engine.model_configs.mixers import RopeConfig
+from engine.model_configs.rope import RopeConfig
 from engine.ops.backend import Ops, ops_for
 from engine.ops.causal_conv1d import naive as conv
 from engine.ops.gated_delta_rule import naive as gated

@@ -17,11 +17,11 @@ import torch
 from connector.registry import builder_of
 from engine.arena import ArenaMemory
 from engine.core import EngineCore
+from engine.families.registry import read_config
 from engine.kv_cache.arena_plan import plan_arena
 from engine.kv_cache.manager import KVCacheManager
 from engine.kv_connector import Connector, LocalAdmission, SchedulerConnector, WorkerConnector
 from engine.model_configs.identity import ModelIdentity
-from engine.model_configs.registry import read_config
 from engine.models.loader import load_model
 from engine.request import Request
 from engine.sched.scheduler import Scheduler

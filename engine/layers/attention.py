@@ -8,24 +8,15 @@ from engine.layers.mixer import CacheKey, ForwardPass
 from engine.layers.norm import RMSNorm
 from engine.layers.rotary import rotate_
 from engine.layers.weights import Weights
-from engine.model_configs.mixers import AttentionConfig
+from engine.model_configs.attention import AttentionConfig
+from engine.model_configs.model_config import ModelConfig
 
 
 class Attention:
-    """Tensors `{q,k,v,o}_proj.{weight,bias}` and, with `qk_norm`, `{q,k}_norm.weight`.
-
-    `norm_offset` is added to the stored norms.
-    """
+    """Tensors `{q,k,v,o}_proj.{weight,bias}` and, with `qk_norm`, `{q,k}_norm.weight`."""
 
     def __init__(
-        self,
-        config: AttentionConfig,
-        weights: Weights,
-        key: CacheKey,
-        *,
-        hidden: int,
-        eps: float,
-        norm_offset: float = 0.0,
+        self, config: AttentionConfig, weights: Weights, model: ModelConfig, key: CacheKey
     ) -> None:
         self.config = config
         self.key = key
@@ -34,19 +25,19 @@ class Attention:
         self.in_proj = load_linear(
             weights,
             {"q_proj": q_width, "k_proj": kv_width, "v_proj": kv_width},
-            inputs=hidden,
+            inputs=model.hidden_size,
             bias=config.bias,
             input_scale=config.input_scale,
             order=_gate_last(config) if config.gated else None,
         )
         self.out_proj = load_linear(
             weights,
-            {"o_proj": hidden},
+            {"o_proj": model.hidden_size},
             inputs=width,
             bias=config.bias,
             output_scale=config.output_scale,
         )
-        self.norm = _qk_norm(config, weights, eps, norm_offset) if config.qk_norm else None
+        self.norm = _qk_norm(config, weights, model) if config.qk_norm else None
         self.attend = weights.ops.paged_attention
         self._splits = [width + kv_width, kv_width, q_width - width]
 
@@ -74,11 +65,11 @@ def _gate_last(config: AttentionConfig) -> Tensor:
     return torch.cat([q.flatten(), kv, gate.flatten()])
 
 
-def _qk_norm(config: AttentionConfig, weights: Weights, eps: float, offset: float) -> RMSNorm:
+def _qk_norm(config: AttentionConfig, weights: Weights, model: ModelConfig) -> RMSNorm:
     """[heads + kv_heads, head_dim]: q's norm weight for each query head, k's for each key head."""
     q, k = (
-        weights.take(f"{name}_norm.weight", (config.head_dim,)).float() + offset
+        weights.take(f"{name}_norm.weight", (config.head_dim,)).float() + model.norm_offset
         for name in ("q", "k")
     )
     weight = torch.cat([q.expand(config.num_heads, -1), k.expand(config.num_kv_heads, -1)])
-    return RMSNorm(weight, eps, weights.dtype)
+    return RMSNorm(weight, model.rms_norm_eps, weights.dtype)

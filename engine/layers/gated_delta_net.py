@@ -11,24 +11,20 @@ from engine.layers.linear import load_linear
 from engine.layers.mixer import CacheKey, ForwardPass
 from engine.layers.norm import RMSNorm
 from engine.layers.weights import Weights
-from engine.model_configs.mixers import GatedDeltaNetConfig
+from engine.model_configs.model_config import ModelConfig
+from engine.model_configs.recurrent import GatedDeltaNetConfig
 
 
 class GatedDeltaNet:
     """Tensors `{in_proj_{qkv,z,b,a}.weight, conv1d, A_log, dt_bias, norm, out_proj}`."""
 
     def __init__(
-        self,
-        config: GatedDeltaNetConfig,
-        weights: Weights,
-        key: CacheKey,
-        *,
-        hidden: int,
-        eps: float,
+        self, config: GatedDeltaNetConfig, weights: Weights, model: ModelConfig, key: CacheKey
     ) -> None:
         self.config = config
         self.key = key
         self.ops = weights.ops
+        hidden, eps = model.hidden_size, model.rms_norm_eps
         heads = config.value_heads
         sizes = {
             "in_proj_qkv": config.conv_dim,

@@ -10,7 +10,8 @@ from engine.layers.linear import load_linear, per_output
 from engine.layers.mixer import CacheKey, ForwardPass
 from engine.layers.norm import RMSNorm
 from engine.layers.weights import Weights
-from engine.model_configs.mixers import Gating, Mamba2Config
+from engine.model_configs.model_config import ModelConfig
+from engine.model_configs.recurrent import Gating, Mamba2Config
 
 
 class Mamba2:
@@ -20,7 +21,7 @@ class Mamba2:
     """
 
     def __init__(
-        self, config: Mamba2Config, weights: Weights, key: CacheKey, *, hidden: int, eps: float
+        self, config: Mamba2Config, weights: Weights, model: ModelConfig, key: CacheKey
     ) -> None:
         self.config = config
         self.key = key
@@ -30,14 +31,14 @@ class Mamba2:
         self.in_proj = load_linear(
             weights,
             {"in_proj": sum(config.projected_sizes)},
-            inputs=hidden,
+            inputs=model.hidden_size,
             bias=config.in_proj_bias,
             input_scale=config.input_scale,
             output_scale=per_output(runs, weights.device),
         )
         self.out_proj = load_linear(
             weights,
-            {"out_proj": hidden},
+            {"out_proj": model.hidden_size},
             inputs=inner,
             bias=config.out_proj_bias,
             output_scale=config.output_scale,
@@ -52,7 +53,7 @@ class Mamba2:
         self.norm = None
         if config.gating is not Gating.GATE_ONLY:
             by_group = weights.take("norm.weight", (inner,)).view(config.n_groups, -1)
-            self.norm = RMSNorm(by_group, eps, torch.float32)
+            self.norm = RMSNorm(by_group, model.rms_norm_eps, torch.float32)
 
     def __call__(self, x: Tensor, residual: Tensor | None, step: ForwardPass) -> Tensor:
         config = self.config

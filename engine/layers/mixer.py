@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from torch import Tensor
 
@@ -15,8 +15,11 @@ from engine.forward import (
     StateIndex,
 )
 from engine.layers.norm import RMSNorm
-from engine.model_configs.mixers import RopeConfig
+from engine.layers.weights import Weights
+from engine.model_configs.model_config import ModelConfig
+from engine.model_configs.rope import RopeConfig
 
+C = TypeVar("C", contravariant=True)
 CacheKey = tuple[int, int]
 """(KV cache group, layer index in the model)."""
 
@@ -51,6 +54,20 @@ class Part(Protocol):
     """
 
     def __call__(self, x: Tensor, residual: Tensor | None, step: ForwardPass) -> Tensor: ...
+
+
+class MakeMixer(Protocol[C]):
+    """The class of a mixer: built from its config, its tensors, its model's and its cache's key."""
+
+    def __call__(
+        self, config: C, weights: Weights, model: ModelConfig, key: CacheKey, /
+    ) -> Part: ...
+
+
+class MakeFeedForward(Protocol[C]):
+    """The class of a part that keeps nothing."""
+
+    def __call__(self, config: C, weights: Weights, model: ModelConfig, /) -> Part: ...
 
 
 @dataclass(slots=True, frozen=True)

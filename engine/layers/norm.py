@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from engine.layers.weights import Weights
+from engine.model_configs.model_config import ModelConfig
 
 
 class RMSNorm:
@@ -31,9 +32,7 @@ class RMSNorm:
         return wide.div(length).mul_(self._scaled).to(self._dtype)
 
 
-def load_norm(
-    weights: Weights, name: str, size: int, *, eps: float, offset: float = 0.0
-) -> RMSNorm:
-    """The norm `<name>.weight` [size]; `offset` is added for families that store it minus one."""
-    weight = weights.take(f"{name}.weight", (size,)).float() + offset
-    return RMSNorm(weight, eps, weights.dtype)
+def load_norm(weights: Weights, name: str, model: ModelConfig) -> RMSNorm:
+    """The norm `<name>.weight` over the hidden channels."""
+    weight = weights.take(f"{name}.weight", (model.hidden_size,)).float() + model.norm_offset
+    return RMSNorm(weight, model.rms_norm_eps, weights.dtype)

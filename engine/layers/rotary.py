@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from engine.forward import ForwardBatch
-from engine.model_configs.mixers import RopeConfig
+from engine.model_configs.rope import RopeConfig
 
 FIRST_TABLE = 1024
 

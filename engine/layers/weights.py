@@ -4,7 +4,6 @@ Reads safetensors, single or sharded. Knows nothing of architectures.
 """
 
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from copy import copy
 from pathlib import Path
@@ -16,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from engine.errors import CheckpointError
+from engine.model_configs.model_config import Renames, renamed
 from engine.model_files import weight_files
 from engine.ops.backend import ops_for
 
@@ -27,9 +27,8 @@ log = structlog.get_logger()
 class Weights:
     """The tensors of one model folder, opened lazily; use as a context manager.
 
-    `rename` maps a stored name to the name the model asks for, or to None for a tensor that is
-    skipped by design (vision towers, `mtp.*` heads). `ops` are the operators of `device`, the same
-    for all layers that are built from these weights.
+    `renames`: see `model_config.Renames`. `ops` are the operators of `device`, the same for all
+    layers that are built from these weights.
     """
 
     def __init__(
@@ -38,7 +37,7 @@ class Weights:
         dtype: torch.dtype,
         device: torch.device,
         *,
-        rename: Callable[[str], str | None],
+        renames: Renames,
     ) -> None:
         self.dtype = dtype
         self.device = device
@@ -47,7 +46,7 @@ class Weights:
         self._files = ExitStack()
         self._where: dict[str, tuple[Any, str]] = {}
         for path in weight_files(folder):
-            self._open(path, rename)
+            self._open(path, renames)
         self._untaken = set(self._where)
         self._progress = _Progress()
 
@@ -82,7 +81,7 @@ class Weights:
     def finish(self) -> None:
         """Raises CheckpointError naming the tensors that nobody took."""
         if self._untaken:
-            some = ", ".join(sorted(self._untaken)[:5])
+            some = ", ".join(sorted(self._where[name][1] for name in self._untaken)[:5])
             raise CheckpointError(
                 f"{len(self._untaken)} tensors are not part of this architecture: {some}"
             )
@@ -93,7 +92,7 @@ class Weights:
     def __exit__(self, *_: object) -> None:
         self._files.close()
 
-    def _open(self, path: Path, rename: Callable[[str], str | None]) -> None:
+    def _open(self, path: Path, renames: Renames) -> None:
         try:
             # For the reason: safetensors says of all files that it cannot open that there is none.
             path.open("rb").close()
@@ -101,7 +100,7 @@ class Weights:
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{path} cannot be read: {error}") from error
         for stored in file.keys():  # noqa: SIM118 - not a dict
-            name = rename(stored)
+            name = renamed(stored, renames)
             if name is not None:
                 self._where[name] = (file, stored)
 

@@ -19,9 +19,9 @@ from typing import Final
 
 import msgspec
 
-from engine.model_configs.model_config import MixerConfig, ModelConfig
+from engine.model_configs.model_config import Block, ModelConfig, PartConfig
 
-IDENTITY_VERSION: Final = 1
+IDENTITY_VERSION: Final = 2
 """Goes up where this code computes another result from the same config and weights."""
 LAYERS: Final = "layers"
 NONE: Final = "-"
@@ -30,7 +30,8 @@ NOT_COUNTED: Final[Mapping[str, str]] = MappingProxyType(
         "ModelConfig.max_position_embeddings": "bounds requests; rotary tables grow as needed",
         "ModelConfig.tie_word_embeddings": "a stored head is used, else there is none: the weights "
         "say which",
-        "ModelConfig.mixers": "stands under the name of each mixer, and in `layers`",
+        "ModelConfig.layers": "its parts stand under their names, and their order in `layers`",
+        "ModelConfig.renames": "where tensors are found, not what they are",
     }
 )
 """Fields of config classes that change no result, and why; every other field counts."""
@@ -40,7 +41,8 @@ NOT_COUNTED: Final[Mapping[str, str]] = MappingProxyType(
 class ModelIdentity:
     """`fields`: by name the text of everything that counts; two models are one if they are equal.
 
-    `layers` names each layer's mixers, one word a layer; the fields of a mixer stand under its
+    `layers` names each layer's parts, one word a layer: `attention/mlp` are two blocks, and
+    `attention+mamba2:norm` is one of two parts, normed after. The fields of a part stand under its
     name, such as `attention.rope.theta`. A second kind of attention is `attention_2`.
     """
 
@@ -55,23 +57,28 @@ class ModelIdentity:
 
 def identity_of(config: ModelConfig, weights: str) -> ModelIdentity:
     """The identity of a model; `weights` is the digest of its tensors."""
-    mixers = dict.fromkeys(mixer for own in config.mixers for mixer in own)
-    named: dict[MixerConfig, str] = {}
-    for mixer in mixers:
-        words = re.findall("[A-Z][a-z0-9]*", type(mixer).__name__.removesuffix("Config"))
-        kind, others = "_".join(words).lower(), sum(type(it) is type(mixer) for it in named)
-        named[mixer] = f"{kind}_{others + 1}" if others else kind
-    layers = ["+".join(named[mixer] for mixer in own) or NONE for own in config.mixers]
+    named: dict[PartConfig, str] = {}
+    for part in (part for own in config.layers for block in own for _, part in block.parts):
+        if part not in named:
+            words = re.findall("[A-Z]+(?![a-z])|[A-Z][a-z0-9]*", type(part).__name__)[:-1]
+            kind, others = "_".join(words).lower(), sum(type(it) is type(part) for it in named)
+            named[part] = f"{kind}_{others + 1}" if others else kind
+    layers = ["/".join(_block(block, named) for block in own) or NONE for own in config.layers]
     found = dict(_flat(config, ""))
-    for mixer, name in named.items():
-        found.update(_flat(mixer, f"{name}."))
+    for part, name in named.items():
+        found.update(_flat(part, f"{name}."))
     return ModelIdentity(MappingProxyType({**found, LAYERS: " ".join(layers), "weights": weights}))
+
+
+def _block(block: Block, named: Mapping[PartConfig, str]) -> str:
+    parts = "+".join(named[part] for _, part in block.parts)
+    return parts if block.post_norm is None else f"{parts}:norm"
 
 
 def by_layer(layers: str, most: int) -> Iterator[tuple[str, str]]:
     """`layers` of an identity, as one name and value for each layer; what is over stays one."""
-    for number, mixers in enumerate(layers.split(maxsplit=most)):
-        yield f"layer {number}", mixers
+    for number, parts in enumerate(layers.split(maxsplit=most)):
+        yield f"layer {number}", parts
 
 
 def _flat(config: object, prefix: str) -> Iterator[tuple[str, str]]:

@@ -1,64 +1,112 @@
-"""A model in numbers, for engine, planner and builder of any family. Torch-free."""
+"""A model in numbers and names, for engine, planner and builder. Torch-free.
 
+A layer is blocks, a block is parts around one residual, and a part is the settings of a mixer or a
+feed-forward part with the name of its tensors:
+
+    x --+-- norm --+-- part --+-- (post_norm) -- + --> x
+        |          +-- part --+                  |
+        +----------------------------------------+
+"""
+
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from engine.kv_cache.spec import KVCacheGroup, LayerSpec, form_groups
+from engine.model_configs.attention import AttentionConfig
 from engine.model_configs.config_reader import ConfigReader
-from engine.model_configs.mixers import AttentionConfig, GatedDeltaNetConfig, Mamba2Config
+from engine.model_configs.feed_forward import ExpertsConfig, MLPConfig
+from engine.model_configs.recurrent import GatedDeltaNetConfig, Mamba2Config
 
 MixerConfig = AttentionConfig | Mamba2Config | GatedDeltaNetConfig
+"""A part that keeps something in the cache: its `spec` says what."""
+FeedForwardConfig = MLPConfig | ExpertsConfig
+PartConfig = MixerConfig | FeedForwardConfig
+
+NamedPart = tuple[str, PartConfig]
+"""The name below the layer's of the part's tensors, and what it is."""
+Renames = tuple[tuple[str, str | None], ...]
+"""Stored names of tensors to those that a model asks for.
+
+Every (pattern, replacement) in order, as of `re.sub`; a tensor whose name has a pattern with None
+is skipped by design (vision towers, heads that predict further tokens, what is computed).
+"""
+
+
+def renamed(stored: str, renames: Renames) -> str | None:
+    """The name by which a model asks for the tensor `stored`; None: it is skipped by design."""
+    name = stored
+    for pattern, replacement in renames:
+        if replacement is not None:
+            name = re.sub(pattern, replacement, name)
+        elif re.search(pattern, name):
+            return None
+    return name
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
-class MLPConfig:
-    """One feed-forward block; `gate_scale` multiplies gate(x), `output_scale` the result."""
+class Block:
+    """x + every part(norm(x)); the parts are in parallel, they read the same input.
 
-    intermediate_size: int
-    bias: bool = False
-    gate_scale: float = 1.0
-    output_scale: float = 1.0
-
-
-@dataclass(slots=True, frozen=True, kw_only=True)
-class ExpertsConfig:
-    """`top_k` of `count` gated MLPs of `intermediate_size` channels, for each token.
-
-    `output_scale` multiplies the result.
+    `norm`: the name of the norm before the parts; `post_norm`: of one over each part's result.
     """
 
-    count: int
-    top_k: int
-    intermediate_size: int
-    output_scale: float = 1.0
+    norm: str
+    parts: tuple[NamedPart, ...]
+    post_norm: str | None = None
+
+
+def decoder_layer(
+    mixers: Iterable[NamedPart],
+    feed_forward: Iterable[NamedPart],
+    *,
+    norms: tuple[str, str] = ("input_layernorm", "post_attention_layernorm"),
+) -> tuple[Block, Block]:
+    """The usual layer: a block of mixers, then a block of feed-forward parts."""
+    return (
+        Block(norm=norms[0], parts=tuple(mixers)),
+        Block(norm=norms[1], parts=tuple(feed_forward)),
+    )
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class ModelConfig:
-    """One model; `family` names the module in `engine/models/` that builds it.
+    """One model. Its tensors are found under their stored names after `renames`.
 
-    `mixers[i]`: layer i's token mixers, which keep something in the cache: none in a pure
-    feed-forward layer, one, or several in parallel. `dtype`: of weights and activations.
-    `norm_offset` is added to stored norm weights. Embeddings are multiplied by `embedding_scale`,
-    logits by `logits_scale`; then a logit x becomes cap * tanh(x / cap) where `logit_softcap` is
-    set.
+    `layers[i]`: the blocks of layer i. `dtype`: of weights and activations. `norm_offset` is added
+    to stored norm weights. Embeddings are multiplied by `embedding_scale`, which is rounded to
+    `dtype` first where `rounds_embedding_scale`; logits by `logits_scale`; then a logit x becomes
+    cap * tanh(x / cap) where `logit_softcap` is set.
     """
 
-    family: str
     vocab_size: int
     hidden_size: int
     max_position_embeddings: int
     tie_word_embeddings: bool
     rms_norm_eps: float
     dtype: str
-    mixers: tuple[tuple[MixerConfig, ...], ...]
-    mlp: MLPConfig
-    experts: ExpertsConfig | None = None
+    layers: tuple[tuple[Block, ...], ...]
+    renames: Renames = ()
     norm_offset: float = 0.0
     residual_in_fp32: bool = False
     embedding_scale: float = 1.0
+    rounds_embedding_scale: bool = False
     logits_scale: float = 1.0
     logit_softcap: float | None = None
+
+    @property
+    def mixers(self) -> tuple[tuple[MixerConfig, ...], ...]:
+        """The parts that keep something in the cache, by layer: none, one, or several."""
+        return tuple(
+            tuple(
+                part
+                for block in blocks
+                for _, part in block.parts
+                if not isinstance(part, FeedForwardConfig)
+            )
+            for blocks in self.layers
+        )
 
     @property
     def layer_specs(self) -> tuple[tuple[LayerSpec, ...], ...]:
@@ -85,12 +133,4 @@ def read_model(reader: ConfigReader, *, positions: int, eps: float, **own: Any) 
         tie_word_embeddings=reader.get("tie_word_embeddings", bool, False),
         dtype=reader.get("dtype", str, reader.get("torch_dtype", str, "float32")),
         **{"rms_norm_eps": reader.get("rms_norm_eps", float, eps), **own},
-    )
-
-
-def read_mlp(reader: ConfigReader) -> MLPConfig:
-    """Size and bias of the feed-forward blocks under their common names."""
-    return MLPConfig(
-        intermediate_size=reader.require("intermediate_size", int),
-        bias=reader.get("mlp_bias", bool, False),
     )

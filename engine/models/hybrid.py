@@ -1,45 +1,46 @@
 """The model that all families are: embedding, residual blocks, last norm, head.
 
-A family says how its tensors are named and which blocks make up a layer; which mixers a layer has
-is its config's business.
+A family's config says what it is made of (`engine/model_configs/model_config.py`); this builds it.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from engine.forward import ForwardBatch, LayerCaches
+from engine.kv_cache.spec import LayerSpec
 from engine.layers.attention import Attention
 from engine.layers.embedding import Embedding, output_head
+from engine.layers.experts import Experts
 from engine.layers.gated_delta_net import GatedDeltaNet
 from engine.layers.linear import Linear
 from engine.layers.mamba2 import Mamba2
-from engine.layers.mixer import CacheKey, ForwardPass, Part, ResidualBlock
+from engine.layers.mixer import ForwardPass, MakeFeedForward, MakeMixer, Part, ResidualBlock
+from engine.layers.mlp import MLP
 from engine.layers.norm import RMSNorm, load_norm
 from engine.layers.rotary import Rotary
 from engine.layers.weights import Weights
-from engine.model_configs.mixers import AttentionConfig, Mamba2Config, RopeConfig
-from engine.model_configs.model_config import MixerConfig, ModelConfig
+from engine.model_configs.attention import AttentionConfig
+from engine.model_configs.feed_forward import ExpertsConfig, MLPConfig
+from engine.model_configs.model_config import Block, FeedForwardConfig, ModelConfig
+from engine.model_configs.recurrent import GatedDeltaNetConfig, Mamba2Config
+from engine.model_configs.rope import RopeConfig
 
-MakeLayer = Callable[[ModelConfig, Weights, Sequence[Part]], list[ResidualBlock]]
-"""The blocks of one layer, from the weights below its name and its mixers."""
-
-
-@dataclass(slots=True, frozen=True, kw_only=True)
-class Names:
-    """Names of the tensors that all models have; `mixer`: one name for mixers of any kind."""
-
-    embeddings: str = "model.embed_tokens"
-    layers: str = "model.layers"
-    norm: str = "model.norm"
-    mixer: str | None = None
+MIXERS: Mapping[type, MakeMixer[Any]] = MappingProxyType(
+    {AttentionConfig: Attention, Mamba2Config: Mamba2, GatedDeltaNetConfig: GatedDeltaNet}
+)
+FEED_FORWARD: Mapping[type, MakeFeedForward[Any]] = MappingProxyType(
+    {MLPConfig: MLP, ExpertsConfig: Experts}
+)
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class HybridModel:
-    """Implements `registry.CausalLM`. `dtype`: of the residual between blocks."""
+    """Implements `loader.CausalLM`. `dtype`: of the residual between blocks."""
 
     config: ModelConfig
     embeddings: Embedding
@@ -65,55 +66,56 @@ class HybridModel:
         return logits if cap is None else (logits / cap).tanh() * cap
 
 
-def build_hybrid(
-    config: ModelConfig, weights: Weights, make_layer: MakeLayer, names: Names = Names()
-) -> HybridModel:
-    """The model of `config`, with the layers that `make_layer` builds.
+def build(config: ModelConfig, weights: Weights) -> HybridModel:
+    """The model of `config`, from `model.*` and `lm_head.weight`.
 
     Raises CheckpointError for tensors that are missing or misshapen.
     """
-    table = weights.take(f"{names.embeddings}.weight", (config.vocab_size, config.hidden_size))
-    embeddings = Embedding(table, config.embedding_scale)
+    table = weights.take("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
+    scale = config.embedding_scale
+    if config.rounds_embedding_scale:
+        scale = float(torch.tensor(scale, dtype=weights.dtype))
+    embeddings = Embedding(table, scale)
     # Layers with equal specs are one KV cache group, so a spec names its group.
     group_of = {group.spec: number for number, group in enumerate(config.groups)}
-    blocks: list[ResidualBlock] = []
-    for layer, configs in enumerate(config.mixers):
-        own = weights.below(f"{names.layers}.{layer}")
-        mixers = [
-            _mixer(config, mixer, own, (group_of[mixer.spec(config.dtype)], layer), names.mixer)
-            for mixer in configs
-        ]
-        blocks += make_layer(config, own, mixers)
+    blocks = [
+        _block(config, block, weights.below(f"model.layers.{layer}"), layer, group_of=group_of)
+        for layer, own in enumerate(config.layers)
+        for block in own
+    ]
     return HybridModel(
         config=config,
         embeddings=embeddings,
         dtype=torch.float32 if config.residual_in_fp32 else weights.dtype,
         blocks=blocks,
-        norm=norm_of(config, weights, names.norm),
+        norm=load_norm(weights, "model.norm", config),
         head=output_head(weights, embeddings, tied=config.tie_word_embeddings),
         rotary={rope: Rotary(rope, weights.dtype, weights.device) for rope in _ropes(config)},
     )
 
 
-def norm_of(config: ModelConfig, weights: Weights, name: str) -> RMSNorm:
-    """A norm over the hidden channels."""
-    offset = config.norm_offset
-    return load_norm(weights, name, config.hidden_size, eps=config.rms_norm_eps, offset=offset)
-
-
-def _mixer(
-    model: ModelConfig, config: MixerConfig, weights: Weights, key: CacheKey, name: str | None
-) -> Part:
-    hidden, eps = model.hidden_size, model.rms_norm_eps
-    match config:
-        case AttentionConfig():
-            own, offset = weights.below(name or "self_attn"), model.norm_offset
-            return Attention(config, own, key, hidden=hidden, eps=eps, norm_offset=offset)
-        case Mamba2Config():
-            return Mamba2(config, weights.below(name or "mamba"), key, hidden=hidden, eps=eps)
-        case _:
-            own = weights.below(name or "linear_attn")
-            return GatedDeltaNet(config, own, key, hidden=hidden, eps=eps)
+def _block(
+    config: ModelConfig,
+    block: Block,
+    weights: Weights,
+    layer: int,
+    *,
+    group_of: Mapping[LayerSpec, int],
+) -> ResidualBlock:
+    """One block, from the tensors below its layer."""
+    parts: list[Part] = []
+    for name, part in block.parts:
+        own = weights.below(name)
+        if isinstance(part, FeedForwardConfig):
+            parts.append(FEED_FORWARD[type(part)](part, own, config))
+        else:
+            key = group_of[part.spec(config.dtype)], layer
+            parts.append(MIXERS[type(part)](part, own, config, key))
+    return ResidualBlock(
+        load_norm(weights, block.norm, config),
+        parts,
+        None if block.post_norm is None else load_norm(weights, block.post_norm, config),
+    )
 
 
 def _ropes(config: ModelConfig) -> set[RopeConfig]:

@@ -1,12 +1,7 @@
-"""From a folder and its config to a model that runs, and the families by name.
-
-The torch half of `engine/model_configs/registry.py`.
-"""
+"""From a folder and its config to a model that runs."""
 
 import time
-from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Protocol
 
 import structlog
@@ -17,7 +12,7 @@ from engine.forward import TORCH_DTYPES, ForwardBatch, LayerCaches
 from engine.layers.weights import Weights
 from engine.model_configs.identity import ModelIdentity, identity_of
 from engine.model_configs.model_config import ModelConfig
-from engine.models import bamba, gemma3, granite_moe_hybrid, nemotron_h, qwen
+from engine.models.hybrid import build
 from engine.models.weights_digest import WeightsDigest
 
 
@@ -29,28 +24,6 @@ class CausalLM(Protocol):
 
     def logits(self, hidden_rows: Tensor) -> Tensor:
         """float32 logits [rows, vocab] of some rows of hidden states."""
-
-
-class Family(Protocol):
-    """One module of this folder."""
-
-    def rename(self, stored_name: str, /) -> str | None:
-        """The name by which `build` takes a stored tensor; None: it is skipped by design."""
-
-    def build(self, config: ModelConfig, weights: Weights, /) -> CausalLM:
-        """Raises CheckpointError for tensors that are missing or misshapen."""
-
-
-FAMILIES: Mapping[str, Family] = MappingProxyType(
-    {
-        "bamba": bamba,
-        "falcon_h1": bamba,
-        "gemma3": gemma3,
-        "granite_moe_hybrid": granite_moe_hybrid,
-        "nemotron_h": nemotron_h,
-        "qwen": qwen,
-    }
-)
 
 
 log = structlog.get_logger()
@@ -72,10 +45,11 @@ def load_model(folder: Path, config: ModelConfig, device: torch.device) -> Causa
 
     Raises CheckpointError for tensors that are missing, misshapen or not part of the architecture.
     """
-    family, start = FAMILIES[config.family], time.monotonic()
+    start = time.monotonic()
     log.info("loading the model", folder=str(folder), dtype=config.dtype)
-    with Weights(folder, TORCH_DTYPES[config.dtype], device, rename=family.rename) as weights:
-        model = family.build(config, weights)
+    dtype = TORCH_DTYPES[config.dtype]
+    with Weights(folder, dtype, device, renames=config.renames) as weights:
+        model = build(config, weights)
         weights.finish()
     log.info("the model is loaded", seconds=round(time.monotonic() - start, 1))
     return model

@@ -35,7 +35,7 @@ def _view(arena: Tensor, plan: ArenaPlan, group: int, *, place: int) -> LayerCac
     if isinstance(spec, MambaSpec):
         ends = accumulate((part.nbytes for part in spec.parts), initial=place * spec.layer_bytes)
         starts = zip(ends, spec.parts, strict=False)  # the last one is the layer's own end
-        return StateCache(tuple(_states(arena, plan, start, part) for start, part in starts))
+        return StateCache(tuple(_states(arena, plan, start, part=part) for start, part in starts))
     # The arena as rows of one tensor of a page. The view of a layer starts where its K (or V) is in
     # the first block, so a block has the same row number in the views of all layers:
     #
@@ -52,7 +52,7 @@ def _view(arena: Tensor, plan: ArenaPlan, group: int, *, place: int) -> LayerCac
     return AttentionCache(k, v, k.view(-1, spec.head_dim), v.view(-1, spec.head_dim))
 
 
-def _states(arena: Tensor, plan: ArenaPlan, start: int, part: StatePart) -> Tensor:
+def _states(arena: Tensor, plan: ArenaPlan, start: int, *, part: StatePart) -> Tensor:
     """[units, *part.shape]: one tensor of a layer's state, `start` bytes into each unit."""
     size = DTYPE_BYTES[part.dtype]
     strides = [prod(part.shape[axis + 1 :]) for axis in range(len(part.shape))]

@@ -19,6 +19,7 @@ from starlette.routing import Route
 from engine.arena import ArenaMemory
 from engine.async_engine import AsyncEngine, EngineLimits
 from engine.core import EngineCore
+from engine.families.registry import read_config
 from engine.grammars.compiler import GrammarCompiler
 from engine.kv_cache.arena_plan import ArenaPlan, plan_arena
 from engine.kv_cache.listener import CacheListener, CacheListeners
@@ -26,7 +27,6 @@ from engine.kv_cache.manager import KVCacheManager
 from engine.kv_cache.report import plan_labels, plan_report
 from engine.model_configs.generation import read_eos_token_ids
 from engine.model_configs.model_config import ModelConfig
-from engine.model_configs.registry import read_config
 from engine.model_files import resolve_folder
 from engine.models.loader import load_and_identify
 from engine.sched.scheduler import Scheduler

@@ -12,9 +12,9 @@ from structlog.testing import capture_logs
 from torch import Tensor
 
 from engine.errors import EngineGenerateError
+from engine.families.registry import read_config
 from engine.forward import ForwardBatch, LayerCaches
 from engine.kv_cache.arena_plan import plan_arena
-from engine.model_configs.registry import read_config
 from engine.models.loader import CausalLM, load_model
 from engine.types import SamplingParams
 from engine.worker.model_runner import MAX_FAILED_PASSES

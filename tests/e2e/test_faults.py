@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from engine.errors import KVLoadError, KVTransferParamsError, TransportError, UnavailableError
+from engine.families.registry import read_config
 from engine.kv_cache.arena_plan import ArenaPlan, plan_arena
-from engine.model_configs.registry import read_config
 from engine.types import SamplingParams
 from tests.support.cache.leases import HOLDING
 from tests.support.faults.fault_points import FaultPoint

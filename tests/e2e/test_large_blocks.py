@@ -6,8 +6,8 @@ from random import Random
 
 import pytest
 
+from engine.families.registry import read_config
 from engine.kv_cache.arena_plan import plan_arena
-from engine.model_configs.registry import read_config
 from engine.types import GenerateRequest
 from tests.e2e.test_prefix_cache import assert_same, conversation_prompts, request_of
 from tests.e2e.test_prefix_cache_pd import hand_over, prompt_of

@@ -7,8 +7,8 @@ from random import Random
 import pytest
 from msgspec.structs import replace
 
+from engine.families.registry import read_config
 from engine.kv_cache.arena_plan import plan_arena
-from engine.model_configs.registry import read_config
 from engine.types import GenerateRequest, SamplingParams
 from serving.node.server import NodeServer
 from tests.support.nodes.cluster import CONTEXT, Cluster, Generation, generate, settled

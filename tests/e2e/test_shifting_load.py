@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from engine.families.registry import read_config
 from engine.kv_cache.arena_plan import ArenaPlan, plan_arena
-from engine.model_configs.registry import read_config
 from engine.models.loader import load_model
 from engine.types import FinishReason, GenerateRequest
 from tests.e2e.test_prefix_cache import request_of

@@ -14,10 +14,20 @@ from engine.layers.gated_delta_net import GatedDeltaNet
 from engine.layers.mamba2 import Mamba2
 from engine.layers.mixer import ForwardPass
 from engine.layers.weights import Weights
-from engine.model_configs.mixers import GatedDeltaNetConfig, Mamba2Config
+from engine.model_configs.model_config import ModelConfig
+from engine.model_configs.recurrent import GatedDeltaNetConfig, Mamba2Config
 
 HIDDEN, HEADS, DIM, KERNEL, UNITS = 16, 4, 8, 4, 9
 CONV = 64  # channels through the convolution, in both layers
+MODEL = ModelConfig(
+    vocab_size=1,
+    hidden_size=HIDDEN,
+    max_position_embeddings=1,
+    tie_word_embeddings=True,
+    rms_norm_eps=1e-6,
+    dtype="float32",
+    layers=(),
+)
 
 Layer = GatedDeltaNet | Mamba2
 
@@ -26,7 +36,7 @@ def gated_delta_net(weights: Weights) -> Layer:
     config = GatedDeltaNetConfig(
         key_heads=2, value_heads=HEADS, key_dim=DIM, value_dim=DIM, conv_kernel=KERNEL
     )
-    return GatedDeltaNet(config, weights.below("m"), (0, 0), hidden=HIDDEN, eps=1e-6)
+    return GatedDeltaNet(config, weights.below("m"), MODEL, (0, 0))
 
 
 def mamba2(weights: Weights) -> Layer:
@@ -41,7 +51,7 @@ def mamba2(weights: Weights) -> Layer:
         out_proj_bias=False,
         time_step_limit=(0.0, inf),
     )
-    return Mamba2(config, weights.below("m"), (0, 0), hidden=HIDDEN, eps=1e-6)
+    return Mamba2(config, weights.below("m"), MODEL, (0, 0))
 
 
 SHAPES: dict[Callable[[Weights], Layer], dict[str, tuple[int, ...]]] = {
@@ -73,7 +83,7 @@ def layer(request: pytest.FixtureRequest, tmp_path: Path) -> Layer:
     stored = {f"m.{name}": torch.randn(shape, generator=draw) / 3 for name, shape in shapes.items()}
     save_file(stored, tmp_path / "model.safetensors")
     build: Callable[[Weights], Layer] = request.param
-    with Weights(tmp_path, torch.float32, torch.device("cpu"), rename=lambda name: name) as weights:
+    with Weights(tmp_path, torch.float32, torch.device("cpu"), renames=()) as weights:
         return build(weights)
 
 

@@ -7,9 +7,13 @@ from typing import ClassVar
 from safetensors.torch import load_file, save_file
 from transformers import GraniteMoeHybridConfig
 
-from engine.models.granite_moe_hybrid import NEW_NAMES
 from tests.ops.parity import COMMON, ROPE, Case, ParityTests
 
+IN_MEMORY = {
+    "block_sparse_moe.input_linear.weight": "block_sparse_moe.experts.gate_up_proj",
+    "block_sparse_moe.output_linear.weight": "block_sparse_moe.experts.down_proj",
+    "block_sparse_moe.router.layer.weight": "block_sparse_moe.router.weight",
+}
 MAMBA, ATTENTION = "linear_attention", "full_attention"
 GRANITE = COMMON | {
     "intermediate_size": 40,
@@ -78,7 +82,7 @@ def name_as_in_memory(folder: Path) -> None:
     path = folder / "model.safetensors"
     tensors = load_file(path)
     assert any(name.endswith("input_linear.weight") for name in tensors)
-    for new, name in NEW_NAMES.items():
+    for name, new in IN_MEMORY.items():
         for stored in [stored for stored in tensors if stored.endswith(name)]:
             tensors[stored.removesuffix(name) + new] = tensors.pop(stored)
     save_file(tensors, path, {"format": "pt"})

@@ -10,9 +10,9 @@ from typing import Self
 import msgspec
 
 from benchmarks.support.model_folders import PUBLISHED_MODELS
+from engine.families.registry import read_config
 from engine.kv_cache.arena_plan import plan_arena
 from engine.kv_cache.spec import FullAttentionSpec
-from engine.model_configs.registry import read_config
 
 # Parameters that a token goes through, in units of 1e9; no config says it.
 ACTIVE: Mapping[str, float] = MappingProxyType(

@@ -13,10 +13,12 @@ from torch import Tensor
 from benchmarks.support.small_models import spread
 from engine.kv_cache.spec import FullAttentionSpec, KVCacheGroup, SlidingWindowSpec, form_groups
 from engine.layers.weights import Weights
-from engine.model_configs.mixers import AttentionConfig, Mamba2Config, RopeConfig
-from engine.model_configs.model_config import MixerConfig, MLPConfig, ModelConfig
-from engine.models import qwen
-from engine.models.hybrid import HybridModel
+from engine.model_configs.attention import AttentionConfig
+from engine.model_configs.feed_forward import MLPConfig
+from engine.model_configs.model_config import MixerConfig, ModelConfig, NamedPart, decoder_layer
+from engine.model_configs.recurrent import Mamba2Config
+from engine.model_configs.rope import RopeConfig
+from engine.models.hybrid import HybridModel, build
 from engine.ops.backend import ops_for
 
 VOCABULARY, HIDDEN = 512, 48
@@ -100,16 +102,19 @@ class _Config(ModelConfig):
 
 def five_groups(groups: tuple[KVCacheGroup, ...]) -> HybridModel:
     """The model; `groups` are those of its arena's plan, in any order."""
+    mlp = MLPConfig(intermediate_size=2 * HIDDEN)
     config = _Config(
-        family="five_groups",
         vocab_size=VOCABULARY,
         hidden_size=HIDDEN,
         max_position_embeddings=4096,
         tie_word_embeddings=False,
         rms_norm_eps=1e-6,
         dtype="float32",
-        mixers=tuple((mixer,) for mixer in LAYERS),
-        mlp=MLPConfig(intermediate_size=2 * HIDDEN),
+        layers=tuple(decoder_layer([_named(mixer)], [("mlp", mlp)]) for mixer in LAYERS),
         own_groups=groups,
     )
-    return qwen.build(config, DrawnWeights())
+    return build(config, DrawnWeights())
+
+
+def _named(mixer: MixerConfig) -> NamedPart:
+    return ("self_attn" if isinstance(mixer, AttentionConfig) else "mamba"), mixer

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from engine.families.registry import read_config
 from engine.forward import (
     AttentionCache,
     AttentionIndex,
@@ -24,7 +25,6 @@ from engine.forward import (
 from engine.kv_cache.arena_plan import ArenaPlan, plan_arena
 from engine.kv_cache.spec import MambaSpec, SlidingWindowSpec
 from engine.model_configs.model_config import ModelConfig
-from engine.model_configs.registry import read_config
 from engine.models.loader import CausalLM, load_model
 from engine.worker.kv_caches import layer_caches, page_row
 

@@ -6,8 +6,8 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.support.small_models import VOCABULARY
+from engine.families.registry import read_config
 from engine.kv_cache.arena_plan import plan_arena
-from engine.model_configs.registry import read_config
 from engine.types import GenerateRequest, KVTransferParams, KVTransferStats, SamplingParams
 from serving.node.server import NodeServer
 from tests.support.nodes.cluster import BASE, Generation, Node, generate

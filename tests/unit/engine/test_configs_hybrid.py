@@ -5,13 +5,16 @@ from typing import Any
 import pytest
 
 from engine.errors import CheckpointError
+from engine.families import gemma3, granite_moe_hybrid
+from engine.families.gemma3 import SLIDING
+from engine.families.registry import config_of
 from engine.kv_cache.spec import FullAttentionSpec, MambaSpec, SlidingWindowSpec, StatePart
+from engine.model_configs.attention import FULL, AttentionConfig
 from engine.model_configs.config_reader import ConfigReader
-from engine.model_configs.gemma3 import SLIDING
-from engine.model_configs.mixers import FULL, AttentionConfig, Gating, Mamba2Config, RopeConfig
-from engine.model_configs.model_config import ModelConfig
-from engine.model_configs.registry import config_of
-from engine.models.loader import FAMILIES
+from engine.model_configs.feed_forward import ExpertsConfig, MLPConfig
+from engine.model_configs.model_config import ModelConfig, renamed
+from engine.model_configs.recurrent import Gating, Mamba2Config
+from engine.model_configs.rope import RopeConfig
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64,
@@ -91,7 +94,7 @@ def test_names_of_wrapped_gemma3_checkpoints() -> None:
         "vision_tower.vision_model.post_layernorm.bias": None,
         "model.multi_modal_projector.mm_soft_emb_norm.weight": None,
     }
-    assert {name: FAMILIES["gemma3"].rename(name) for name in names} == names
+    assert {name: renamed(name, gemma3.RENAMES) for name in names} == names
 
 
 def test_a_layer_of_falcon_h1_is_in_two_groups() -> None:
@@ -120,7 +123,7 @@ def test_the_norm_of_falcon_h1_is_optional(fields: dict[str, Any], gating: Gatin
 def test_the_channels_of_falcon_h1_may_follow_from_the_hidden_size() -> None:
     config = read("FalconH1", FALCON_H1 | {"mamba_d_ssm": None, "mamba_d_head": "auto"})
     assert mamba_of(config).inner_size == 2 * 64
-    assert FAMILIES["falcon_h1"].rename("model.layers.0.mamba.mup_vector") is None
+    assert renamed("model.layers.0.mamba.mup_vector", config.renames) is None
 
 
 def test_both_spellings_of_granite_layers_mean_the_same() -> None:
@@ -129,7 +132,8 @@ def test_both_spellings_of_granite_layers_mean_the_same() -> None:
     hub = read("GraniteMoeHybrid", GRANITE)
     assert read("GraniteMoeHybrid", GRANITE | {"layer_types": new}) == hub
     assert [group.layers for group in hub.groups] == [(0, 2, 3), (1,)]
-    assert (hub.experts, attention_of(hub).rope, hub.mlp.intermediate_size) == (None, None, 80)
+    assert attention_of(hub).rope is None
+    assert hub.layers[1][1].parts == (("shared_mlp", MLPConfig(intermediate_size=80)),)
 
 
 def test_a_granite_without_mamba_layers_needs_no_mamba_sizes() -> None:
@@ -137,15 +141,16 @@ def test_a_granite_without_mamba_layers_needs_no_mamba_sizes() -> None:
     config = read("GraniteMoeHybrid", fields | {"position_embedding_type": "rope"})
     assert all(isinstance(mixer, AttentionConfig) for (mixer,) in config.mixers)
     assert attention_of(config).rope == RopeConfig(1e4, 16)
-    assert config.experts is not None
-    assert (config.experts.count, config.experts.top_k) == (8, 2)
+    experts = dict(config.layers[0][1].parts)["block_sparse_moe"]
+    assert isinstance(experts, ExpertsConfig)
+    assert (experts.count, experts.top_k) == (8, 2)
 
 
-def test_expert_tensors_of_granite_have_the_names_of_the_hub() -> None:
+def test_expert_tensors_of_granite_may_have_the_names_of_the_hub() -> None:
     prefix = "model.layers.1.block_sparse_moe"
-    hub = f"{prefix}.input_linear.weight"
-    assert FAMILIES["granite_moe_hybrid"].rename(f"{prefix}.experts.gate_up_proj") == hub
-    assert FAMILIES["granite_moe_hybrid"].rename(hub) == hub
+    name = f"{prefix}.experts.gate_up_proj"
+    for stored in (name, f"{prefix}.input_linear.weight"):
+        assert renamed(stored, granite_moe_hybrid.RENAMES) == name
 
 
 def test_bamba_rotates_half_of_each_head() -> None:

@@ -5,12 +5,13 @@ from typing import Any
 import pytest
 
 from engine.errors import CheckpointError
+from engine.families import qwen
+from engine.families.registry import config_of
 from engine.kv_cache.spec import FullAttentionSpec, MambaSpec, StatePart
+from engine.model_configs.attention import AttentionConfig
 from engine.model_configs.config_reader import ConfigReader
-from engine.model_configs.mixers import AttentionConfig, RopeConfig
-from engine.model_configs.model_config import ModelConfig
-from engine.model_configs.registry import config_of
-from engine.models import qwen
+from engine.model_configs.model_config import ModelConfig, renamed
+from engine.model_configs.rope import RopeConfig
 
 QWEN3 = {
     "hidden_size": 64,
@@ -116,4 +117,4 @@ def test_names_of_wrapped_checkpoints() -> None:
         "mtp.fc.weight": None,
         "lm_head.weight": "lm_head.weight",
     }
-    assert {name: qwen.rename(name) for name in names} == names
+    assert {name: renamed(name, qwen.RENAMES) for name in names} == names

@@ -103,7 +103,7 @@ def test_hub_name_without_a_network_is_a_clear_error(tmp_path: Path) -> None:
 def test_config_half_needs_no_torch() -> None:
     code = (
         "import sys\n"
-        "import engine.model_configs.registry, engine.model_configs.generation\n"
+        "import engine.families.registry, engine.model_configs.generation\n"
         "import engine.model_files\n"
         "print(sorted({'torch', 'transformers', 'huggingface_hub'} & set(sys.modules)))\n"
     )

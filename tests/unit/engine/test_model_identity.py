@@ -10,16 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.families.registry import config_of
+from engine.model_configs.attention import AttentionConfig
 from engine.model_configs.config_reader import ConfigReader
+from engine.model_configs.feed_forward import ExpertsConfig, MLPConfig
 from engine.model_configs.identity import NOT_COUNTED, ModelIdentity, identity_of
-from engine.model_configs.mixers import (
-    AttentionConfig,
-    GatedDeltaNetConfig,
-    Mamba2Config,
-    RopeConfig,
-)
-from engine.model_configs.model_config import ExpertsConfig, MLPConfig, ModelConfig
-from engine.model_configs.registry import config_of
+from engine.model_configs.model_config import Block, ModelConfig, PartConfig
+from engine.model_configs.recurrent import GatedDeltaNetConfig, Mamba2Config
+from engine.model_configs.rope import RopeConfig
 from tests.unit.engine.test_configs_hybrid import BAMBA, FALCON_H1, GEMMA3, GRANITE
 from tests.unit.engine.test_configs_qwen import QWEN3, QWEN3_5
 
@@ -54,17 +52,28 @@ MAMBA2 = Mamba2Config(
     time_step_limit=(0.0, float("inf")),
 )
 DELTA_NET = GatedDeltaNetConfig(key_heads=2, value_heads=4, key_dim=8, value_dim=8, conv_kernel=4)
+
+
+def block(*parts: PartConfig, post_norm: str | None = None) -> Block:
+    named = tuple((type(part).__name__, part) for part in parts)
+    return Block(norm="norm", parts=named, post_norm=post_norm)
+
+
+MLP = MLPConfig(intermediate_size=96)
 EVERYTHING = ModelConfig(
-    family="granite_moe_hybrid",
     vocab_size=100,
     hidden_size=64,
     max_position_embeddings=400,
     tie_word_embeddings=False,
     rms_norm_eps=1e-6,
     dtype="float32",
-    mixers=((ATTENTION,), (MAMBA2, ATTENTION), (DELTA_NET,), ()),
-    mlp=MLPConfig(intermediate_size=96),
-    experts=ExpertsConfig(count=4, top_k=2, intermediate_size=32),
+    layers=(
+        (block(ATTENTION), block(MLP, ExpertsConfig(count=4, top_k=2, intermediate_size=32))),
+        (block(MAMBA2, ATTENTION),),
+        (block(DELTA_NET),),
+        (),
+    ),
+    renames=(("a", "b"),),
 )
 """No family has all of it, but every class of config is in it."""
 
@@ -91,14 +100,21 @@ def every_field(config: Any) -> Iterator[tuple[str, Any]]:
 def others(name: str, value: Any, hint: Any) -> Iterator[tuple[str, Any]]:
     if dataclasses.is_dataclass(value):
         yield from every_field(value)
-    elif name == "ModelConfig.mixers":
+    elif name == "ModelConfig.layers":
         for layer, own in enumerate(value):
-            for place, mixer in enumerate(own):
-                for inner, other in every_field(mixer):
-                    changed = (*own[:place], other, *own[place + 1 :])
+            for place, old in enumerate(own):
+                for inner, new in every_part(old):
+                    changed = (*own[:place], new, *own[place + 1 :])
                     yield inner, (*value[:layer], changed, *value[layer + 1 :])
     else:
         yield name, another(value, hint)
+
+
+def every_part(old: Block) -> Iterator[tuple[str, Block]]:
+    for place, (name, part) in enumerate(old.parts):
+        for inner, other in every_field(part):
+            parts = (*old.parts[:place], (name, other), *old.parts[place + 1 :])
+            yield inner, dataclasses.replace(old, parts=parts)
 
 
 def another(value: Any, hint: Any) -> Any:
@@ -131,9 +147,7 @@ def test_every_field_of_a_config_counts_unless_it_is_listed() -> None:
         for field in dataclasses.fields(kind)
     }
     nested = {
-        "ModelConfig.mixers",
-        "ModelConfig.mlp",
-        "ModelConfig.experts",
+        "ModelConfig.layers",
         "AttentionConfig.rope",
     }
     assert seen | nested == every
@@ -142,15 +156,23 @@ def test_every_field_of_a_config_counts_unless_it_is_listed() -> None:
 
 
 def test_order_and_number_of_layers_count() -> None:
-    layers = EVERYTHING.mixers
+    layers = EVERYTHING.layers
+    others = (
+        *(layers[::-1], layers[:-1], (*layers, ()), (*layers, layers[0][::-1])),
+        # The same parts in other blocks, and normed once more.
+        (*layers, (block(MLP, ATTENTION),)),
+        (*layers, (block(MLP), block(ATTENTION))),
+        (*layers, (block(MLP, ATTENTION, post_norm="norm"),)),
+    )
     found = {
-        identity_of(dataclasses.replace(EVERYTHING, mixers=mixers), "w").digest
-        for mixers in (layers, layers[::-1], layers[:-1], (*layers, ()), (*layers, layers[1][::-1]))
+        identity_of(dataclasses.replace(EVERYTHING, layers=other), "w").digest
+        for other in (layers, *others)
     }
-    assert len(found) == 5
+    assert len(found) == 1 + len(others)
     rope = dataclasses.replace(ATTENTION, rope=None)
-    one = identity_of(dataclasses.replace(EVERYTHING, mixers=((ATTENTION,), (rope,))), "w")
-    assert one.fields["layers"] == "attention attention_2"
+    two = ((block(ATTENTION), block(MLP)), (block(rope, MLP, post_norm="n"),))
+    one = identity_of(dataclasses.replace(EVERYTHING, layers=two), "w")
+    assert one.fields["layers"] == "attention/mlp attention_2+mlp:norm"
     assert (one.fields["attention.rope.theta"], one.fields["attention_2.rope"]) == (
         "10000.0",
         "None",
@@ -162,7 +184,7 @@ def test_weights_count() -> None:
 
 
 def test_a_field_whose_text_may_differ_between_processes_is_refused() -> None:
-    strange = dataclasses.replace(EVERYTHING, family={"a", "b"})  # type: ignore[arg-type]
+    strange = dataclasses.replace(EVERYTHING, dtype={"a", "b"})  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="teach it"):
         identity_of(strange, "w")
 

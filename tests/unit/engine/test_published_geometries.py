@@ -9,12 +9,12 @@ import json
 import pytest
 
 from benchmarks.support.model_folders import PUBLISHED_MODELS
+from engine.families import qwen
+from engine.families.registry import read_config
 from engine.kv_cache.arena_plan import plan_arena
 from engine.kv_cache.report import plan_report
 from engine.kv_cache.spec import FullAttentionSpec, KVCacheGroup, MambaSpec
-from engine.model_configs import qwen
 from engine.model_configs.config_reader import ConfigReader
-from engine.model_configs.registry import read_config
 
 QWEN3_NEXT_80B_A3B = """{
   "architectures": ["Qwen3NextForCausalLM"], "dtype": "bfloat16",

@@ -1,10 +1,16 @@
-"""Settings of Falcon-H1: attention and Mamba2 side by side in every layer, many multipliers."""
+"""Falcon-H1: attention and Mamba2 side by side in every layer, many multipliers.
+
+They are folded into weights, except where embeddings are looked up and at the logits.
+"""
 
 from dataclasses import replace
 
+from engine.families.bamba import NORMS, RENAMES
+from engine.model_configs.attention import read_attention
 from engine.model_configs.config_reader import ConfigReader
-from engine.model_configs.mixers import Gating, Mamba2Config, read_attention, read_mamba2
-from engine.model_configs.model_config import ModelConfig, read_mlp, read_model
+from engine.model_configs.feed_forward import read_mlp
+from engine.model_configs.model_config import ModelConfig, decoder_layer, read_model
+from engine.model_configs.recurrent import Gating, Mamba2Config, read_mamba2
 
 
 def read(reader: ConfigReader) -> ModelConfig:
@@ -20,15 +26,16 @@ def read(reader: ConfigReader) -> ModelConfig:
         input_scale=reader.get("attention_in_multiplier", float, 1.0),
         output_scale=reader.get("attention_out_multiplier", float, 1.0),
     )
-    both = (attention, _mamba(reader))
+    both = (("self_attn", attention), ("mamba", _mamba(reader)))
     gate, output = reader.numbers("mlp_multipliers", 2, 1.0)
+    mlp = replace(read_mlp(reader), gate_scale=gate, output_scale=output)
+    layer = decoder_layer(both, [("feed_forward", mlp)], norms=NORMS)
     return read_model(
         reader,
-        family="falcon_h1",
         positions=8192,
         eps=1e-5,
-        mixers=(both,) * reader.require("num_hidden_layers", int),
-        mlp=replace(read_mlp(reader), gate_scale=gate, output_scale=output),
+        layers=(layer,) * reader.require("num_hidden_layers", int),
+        renames=RENAMES,
         embedding_scale=reader.get("embedding_multiplier", float, 1.0),
         logits_scale=reader.get("lm_head_multiplier", float, 1.0),
     )

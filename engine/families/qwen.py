@@ -1,4 +1,4 @@
-"""Settings of dense Qwen text models. Torch-free.
+"""Dense Qwen text models: a mixer, then an MLP, in every layer.
 
 Qwen3 has full attention in every layer; Qwen3.5 has gated delta net layers with a full-attention
 layer now and then, bare or inside the vision-language wrapper.
@@ -6,16 +6,23 @@ layer now and then, bare or inside the vision-language wrapper.
 
 from dataclasses import replace
 
+from engine.model_configs.attention import FULL, read_attention, read_layer_types
 from engine.model_configs.config_reader import ConfigReader
-from engine.model_configs.mixers import (
-    FULL,
-    read_attention,
-    read_gated_delta_net,
-    read_layer_types,
+from engine.model_configs.feed_forward import read_mlp
+from engine.model_configs.model_config import (
+    ModelConfig,
+    NamedPart,
+    Renames,
+    decoder_layer,
+    read_model,
 )
-from engine.model_configs.model_config import MixerConfig, ModelConfig, read_mlp, read_model
+from engine.model_configs.recurrent import read_gated_delta_net
 
 LINEAR = "linear_attention"
+RENAMES: Renames = (
+    (r"^mtp\.|^(model\.)?visual\.|rotary_emb\.inv_freq$", None),
+    (r"^model\.language_model\.", "model."),
+)
 
 
 def read_qwen3(reader: ConfigReader) -> ModelConfig:
@@ -28,11 +35,10 @@ def read_qwen3(reader: ConfigReader) -> ModelConfig:
     attention = replace(read_attention(reader, rotary=1.0), qk_norm=True)
     return read_model(
         reader,
-        family="qwen",
         positions=32768,
         eps=1e-6,
-        mixers=((attention,),) * count,
-        mlp=read_mlp(reader),
+        layers=(decoder_layer([("self_attn", attention)], [("mlp", read_mlp(reader))]),) * count,
+        renames=RENAMES,
     )
 
 
@@ -44,17 +50,17 @@ def read_qwen3_5(reader: ConfigReader) -> ModelConfig:
     text.require_one_of("attention_bias", [False])
     text.require_one_of("attn_output_gate", [True])
     attention = read_attention(text, rotary=0.25)
-    mixers: dict[str, MixerConfig] = {
-        LINEAR: read_gated_delta_net(text),
-        FULL: replace(attention, qk_norm=True, gated=True),
+    mixers: dict[str, NamedPart] = {
+        LINEAR: ("linear_attn", read_gated_delta_net(text)),
+        FULL: ("self_attn", replace(attention, qk_norm=True, gated=True)),
     }
+    mlp = ("mlp", read_mlp(text))
     types = read_layer_types(text, LINEAR, key="full_attention_interval", interval=4)
     return read_model(
         text,
-        family="qwen",
         positions=32768,
         eps=1e-6,
-        mixers=tuple((mixers[kind],) for kind in types),
-        mlp=read_mlp(text),
+        layers=tuple(decoder_layer([mixers[kind]], [mlp]) for kind in types),
+        renames=RENAMES,
         norm_offset=1.0,
     )

@@ -1,4 +1,6 @@
-"""Settings of Gemma 3 text models, bare or inside the vision-language wrapper. Torch-free.
+"""Gemma 3 text: sliding-window layers with a full-attention layer now and then; norms all around.
+
+Bare or inside the vision-language wrapper, whose vision tower and projector are skipped.
 
 Hub files leave out what equals the class defaults of transformers.
 """
@@ -6,15 +8,11 @@ Hub files leave out what equals the class defaults of transformers.
 from dataclasses import replace
 
 from engine.errors import CheckpointError
+from engine.model_configs.attention import FULL, read_attention, read_layer_types
 from engine.model_configs.config_reader import ConfigReader
-from engine.model_configs.mixers import (
-    FULL,
-    RopeConfig,
-    read_attention,
-    read_layer_types,
-    require_rope_type,
-)
-from engine.model_configs.model_config import ModelConfig, read_mlp, read_model
+from engine.model_configs.feed_forward import Activation, read_mlp
+from engine.model_configs.model_config import Block, ModelConfig, NamedPart, Renames, read_model
+from engine.model_configs.rope import RopeConfig, require_rope_type
 
 SLIDING = "sliding_attention"
 # Those of transformers' class.
@@ -30,6 +28,13 @@ DEFAULTS = {
     "sliding_window": 4096,
     "tie_word_embeddings": True,
 }
+# Wrapped models are stored as `language_model.model.*` on the hub, and as `model.language_model.*`
+# by some versions of transformers.
+RENAMES: Renames = (
+    (r"^(model\.)?(vision_tower|multi_modal_projector)\.", None),
+    (r"^model\.language_model\.", "model."),
+    (r"^language_model\.", ""),
+)
 # By kind of layer: where files of transformers 4 say the base of its rotation, and its default.
 THETA = {FULL: ("rope_theta", 1_000_000.0), SLIDING: ("rope_local_base_freq", 10_000.0)}
 
@@ -48,17 +53,32 @@ def read(reader: ConfigReader) -> ModelConfig:
     full = replace(attention, scale=scalar**-0.5, rope=rope, qk_norm=True)
     local_rope = _rope(text, SLIDING, full.head_dim)
     near = replace(full, rope=local_rope, window=text.require("sliding_window", int))
-    mixers = {FULL: (full,), SLIDING: (near,)}
+    mixers = {FULL: full, SLIDING: near}
+    mlp = replace(read_mlp(text), activation=Activation.GELU_TANH)
     types = read_layer_types(text, SLIDING, key="sliding_window_pattern", interval=6)
     return read_model(
         text,
-        family="gemma3",
         positions=131_072,
         eps=1e-6,
-        mixers=tuple(mixers[kind] for kind in types),
-        mlp=read_mlp(text),
+        layers=tuple(_layer(("self_attn", mixers[kind]), ("mlp", mlp)) for kind in types),
+        renames=RENAMES,
+        # transformers rounds this factor to the compute dtype, and models were trained so.
+        embedding_scale=text.require("hidden_size", int) ** 0.5,
+        rounds_embedding_scale=True,
         norm_offset=1.0,
         logit_softcap=text.get("final_logit_softcapping", float, None),
+    )
+
+
+def _layer(mixer: NamedPart, mlp: NamedPart) -> tuple[Block, Block]:
+    """Attention and MLP, each normed before and after."""
+    return (
+        Block(norm="input_layernorm", parts=(mixer,), post_norm="post_attention_layernorm"),
+        Block(
+            norm="pre_feedforward_layernorm",
+            parts=(mlp,),
+            post_norm="post_feedforward_layernorm",
+        ),
     )
 
 

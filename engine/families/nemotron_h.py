@@ -1,14 +1,14 @@
-"""config.json of NemotronHForCausalLM, spelled as on the hub or as transformers 5 saves it."""
+"""Nemotron-H: Mamba2, attention and feed-forward layers, one kind each.
+
+config.json and tensors are named as on the hub or as transformers 5 saves them.
+"""
 
 from engine.errors import CheckpointError
+from engine.model_configs.attention import read_attention
 from engine.model_configs.config_reader import ConfigReader
-from engine.model_configs.mixers import (
-    Mamba2Config,
-    read_attention,
-    read_temporal_dtype,
-    read_time_step_limit,
-)
-from engine.model_configs.model_config import MixerConfig, MLPConfig, ModelConfig, read_model
+from engine.model_configs.feed_forward import Activation, MLPConfig
+from engine.model_configs.model_config import Block, ModelConfig, PartConfig, Renames, read_model
+from engine.model_configs.recurrent import Mamba2Config, read_temporal_dtype, read_time_step_limit
 
 MAMBA, ATTENTION, MLP = "mamba", "attention", "mlp"
 # Characters of `hybrid_override_pattern`, and names in `layers_block_type`, old and new.
@@ -23,6 +23,12 @@ LAYER_NAMES = {
     "full_attention": ATTENTION,
 }
 MOE_NAMES = ("E", "moe")
+RENAMES: Renames = (
+    (r"^mtp\.", None),
+    (r"^backbone\.", "model."),
+    (r"^model\.embeddings\.", "model.embed_tokens."),
+    (r"^model\.norm_f\.", "model.norm."),
+)
 
 
 def read(reader: ConfigReader) -> ModelConfig:
@@ -33,26 +39,20 @@ def read(reader: ConfigReader) -> ModelConfig:
     reader.require_one_of("mlp_hidden_act", ["relu2"])
     reader.require_one_of("mamba_hidden_act", ["silu"])
     kinds = _layer_kinds(reader)
-    mixers: dict[str, tuple[MixerConfig, ...]] = {
-        MAMBA: (_mamba(reader),),
-        ATTENTION: (read_attention(reader),),
-        MLP: (),
-    }
+    parts: dict[str, PartConfig] = {MAMBA: _mamba(reader), ATTENTION: read_attention(reader)}
+    if MLP in kinds:
+        parts[MLP] = _mlp(reader)
     # Hub files of different ages spell it in three ways; transformers reads the last of these.
     eps: float = 1e-5
     for key in ("norm_eps", "rms_norm_eps", "layer_norm_epsilon"):
         eps = reader.get(key, float, eps)
     return read_model(
         reader,
-        family="nemotron_h",
         positions=4096,
         eps=eps,
         rms_norm_eps=eps,
-        mixers=tuple(mixers[kind] for kind in kinds),
-        mlp=MLPConfig(
-            intermediate_size=reader.require("intermediate_size", int) if MLP in kinds else 0,
-            bias=reader.get("mlp_bias", bool, False),
-        ),
+        layers=tuple((Block(norm="norm", parts=(("mixer", parts[kind]),)),) for kind in kinds),
+        renames=RENAMES,
         residual_in_fp32=reader.get("residual_in_fp32", bool, False),
     )
 
@@ -79,6 +79,15 @@ def _layer_kinds(reader: ConfigReader) -> tuple[str, ...]:
             expected = f"expected one of {', '.join(LAYER_NAMES)}"
             raise CheckpointError(f"{reader.source}: layer {index} is {name!r}, {expected}")
     return tuple(LAYER_NAMES[str(name)] for name in names)
+
+
+def _mlp(reader: ConfigReader) -> MLPConfig:
+    return MLPConfig(
+        intermediate_size=reader.require("intermediate_size", int),
+        bias=reader.get("mlp_bias", bool, False),
+        activation=Activation.RELU2,
+        gated=False,
+    )
 
 
 def _mamba(reader: ConfigReader) -> Mamba2Config:

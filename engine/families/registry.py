@@ -1,4 +1,8 @@
-"""The supported architectures, and config.json read as one of them. Torch-free."""
+"""The supported architectures, and config.json read as one of them. Torch-free.
+
+A family is one file here: `read`, from a config.json to a `ModelConfig` that names the parts of
+every layer and their tensors. `engine/models/hybrid.py` builds any.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -7,8 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from engine.errors import CheckpointError
-from engine.kv_cache.spec import DTYPE_BYTES
-from engine.model_configs import (
+from engine.families import (
     bamba,
     falcon_h1,
     gemma3,
@@ -16,6 +19,7 @@ from engine.model_configs import (
     nemotron_h,
     qwen,
 )
+from engine.kv_cache.spec import DTYPE_BYTES
 from engine.model_configs.config_reader import ConfigReader
 from engine.model_configs.model_config import ModelConfig
 

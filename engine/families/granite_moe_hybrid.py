@@ -1,20 +1,31 @@
-"""Settings of GraniteMoeHybrid: Mamba2 and attention layers, dense or with experts."""
+"""GraniteMoeHybrid: Mamba2 or attention, then a shared MLP and perhaps experts, in every layer."""
 
 from dataclasses import replace
 
 from engine.errors import CheckpointError
+from engine.model_configs.attention import read_attention
 from engine.model_configs.config_reader import ConfigReader
-from engine.model_configs.mixers import read_attention, read_mamba2
+from engine.model_configs.feed_forward import ExpertsConfig, MLPConfig
 from engine.model_configs.model_config import (
-    ExpertsConfig,
-    MixerConfig,
-    MLPConfig,
     ModelConfig,
+    NamedPart,
+    Renames,
+    decoder_layer,
     read_model,
 )
+from engine.model_configs.recurrent import read_mamba2
 
 MAMBA = ("mamba", "linear_attention")
 ATTENTION = ("attention", "full_attention")
+# The hub's names, and those that transformers 5 has in memory, to those of other families.
+RENAMES: Renames = (
+    (r"rotary_emb\.inv_freq$", None),
+    (r"\.shared_mlp\.input_linear\.", ".shared_mlp.gate_up_proj."),
+    (r"\.shared_mlp\.output_linear\.", ".shared_mlp.down_proj."),
+    (r"\.block_sparse_moe\.input_linear\.weight$", ".block_sparse_moe.experts.gate_up_proj"),
+    (r"\.block_sparse_moe\.output_linear\.weight$", ".block_sparse_moe.experts.down_proj"),
+    (r"\.block_sparse_moe\.router\.(layer\.)?weight$", ".block_sparse_moe.gate.weight"),
+)
 
 
 def read(reader: ConfigReader) -> ModelConfig:
@@ -40,36 +51,39 @@ def read(reader: ConfigReader) -> ModelConfig:
         output_scale=scale,
     )
     # A model without Mamba layers need not name sizes of them.
-    mamba: MixerConfig = attention
+    full: NamedPart = ("self_attn", attention)
+    mamba = full
     if any(is_mamba):
-        mamba = replace(read_mamba2(reader), output_scale=scale)
+        mamba = ("mamba", replace(read_mamba2(reader), output_scale=scale))
+    feed_forward = _feed_forward(reader, scale)
     return read_model(
         reader,
-        family="granite_moe_hybrid",
         positions=2048,
         eps=1e-6,
-        mixers=tuple((mamba if recurrent else attention,) for recurrent in is_mamba),
-        mlp=MLPConfig(
-            intermediate_size=reader.get("shared_intermediate_size", int, 1024), output_scale=scale
+        layers=tuple(
+            decoder_layer([mamba if recurrent else full], feed_forward) for recurrent in is_mamba
         ),
-        experts=_experts(reader, scale),
+        renames=RENAMES,
         embedding_scale=reader.get("embedding_multiplier", float, 1.0),
         logits_scale=1.0 / divisor,
     )
 
 
-def _experts(reader: ConfigReader, scale: float) -> ExpertsConfig | None:
+def _feed_forward(reader: ConfigReader, scale: float) -> list[NamedPart]:
+    size = reader.get("shared_intermediate_size", int, 1024)
+    shared = ("shared_mlp", MLPConfig(intermediate_size=size, output_scale=scale))
     count = reader.get("num_local_experts", int, 8)
     if count == 0:
-        return None
+        return [shared]
     top_k = reader.get("num_experts_per_tok", int, 2)
     if not 0 < top_k <= count:
         raise CheckpointError(
             f"{reader.source}: 'num_experts_per_tok' is {top_k} of {count} 'num_local_experts'"
         )
-    return ExpertsConfig(
+    experts = ExpertsConfig(
         count=count,
         top_k=top_k,
         intermediate_size=reader.require("intermediate_size", int),
         output_scale=scale,
     )
+    return [shared, ("block_sparse_moe", experts)]

@@ -1,0 +1,74 @@
+"""Settings of attention, and which layers have it. Torch-free."""
+
+from dataclasses import dataclass
+
+from engine.errors import CheckpointError
+from engine.kv_cache.spec import FullAttentionSpec, SlidingWindowSpec
+from engine.model_configs.config_reader import ConfigReader
+from engine.model_configs.rope import RopeConfig, read_rope
+
+FULL = "full_attention"
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class AttentionConfig:
+    """`bias` is for all four projections; `rope` None: no positional encoding.
+
+    Scores are q k^T * `scale`. `window`: a token reads itself and the `window` - 1 tokens before it
+    (None: all). `qk_norm`: q and k are normed head by head. `gated`: q_proj also gives a sigmoid
+    gate. `input_scale` and `output_scale` multiply what goes in and comes out.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    bias: bool = False
+    rope: RopeConfig | None = None
+    window: int | None = None
+    qk_norm: bool = False
+    gated: bool = False
+    input_scale: float = 1.0
+    output_scale: float = 1.0
+
+    def spec(self, dtype: str) -> FullAttentionSpec | SlidingWindowSpec:
+        """The cache contents of one such layer per token."""
+        if self.window is None:
+            return FullAttentionSpec(self.num_kv_heads, self.head_dim, dtype)
+        return SlidingWindowSpec(self.num_kv_heads, self.head_dim, dtype, self.window)
+
+
+def read_attention(reader: ConfigReader, rotary: float | None = None) -> AttentionConfig:
+    """Reads heads, sizes and bias by their common names; scores are scaled by head_dim^-0.5.
+
+    `rotary`: the part of each head that is rotated where the file does not say it (`read_rope`);
+    None: no positional encoding. Raises CheckpointError.
+    """
+    heads = reader.require("num_attention_heads", int)
+    kv_heads = reader.get("num_key_value_heads", int, heads)
+    reader.require_divisor(("num_attention_heads", heads), ("num_key_value_heads", kv_heads))
+    default = reader.require("hidden_size", int) // heads
+    head_dim = reader.get("head_dim", int, reader.get("attention_head_dim", int, default))
+    return AttentionConfig(
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        bias=reader.get("attention_bias", bool, False),
+        scale=head_dim**-0.5,
+        rope=None if rotary is None else read_rope(reader, head_dim, rotary),
+    )
+
+
+def read_layer_types(
+    reader: ConfigReader, other: str, *, key: str, interval: int
+) -> tuple[str, ...]:
+    """FULL or `other` for each layer; by default every n-th is FULL, by the file's `key`.
+
+    `interval`: n where the file has no `key`. Raises CheckpointError.
+    """
+    interval = reader.get(key, int, interval)
+    if interval < 1:
+        raise CheckpointError(f"{reader.source}: {key!r} is {interval}, expected at least 1")
+    layers = range(1, 1 + reader.require("num_hidden_layers", int))
+    default = [other if layer % interval else FULL for layer in layers]
+    return reader.layer_types(default, (other, FULL))
