@@ -5,7 +5,7 @@ from dataclasses import replace
 from engine.errors import CheckpointError
 from engine.model_configs.attention import read_attention
 from engine.model_configs.config_reader import ConfigReader
-from engine.model_configs.feed_forward import ExpertsConfig, MLPConfig
+from engine.model_configs.feed_forward import ExpertsConfig, MLPConfig, read_router
 from engine.model_configs.model_config import (
     ModelConfig,
     NamedPart,
@@ -72,18 +72,11 @@ def read(reader: ConfigReader) -> ModelConfig:
 def _feed_forward(reader: ConfigReader, scale: float) -> list[NamedPart]:
     size = reader.get("shared_intermediate_size", int, 1024)
     shared = ("shared_mlp", MLPConfig(intermediate_size=size, output_scale=scale))
-    count = reader.get("num_local_experts", int, 8)
-    if count == 0:
+    fields = {"num_local_experts": 8, "num_experts_per_tok": 2} | reader.fields
+    if fields["num_local_experts"] == 0:
         return [shared]
-    top_k = reader.get("num_experts_per_tok", int, 2)
-    if not 0 < top_k <= count:
-        raise CheckpointError(
-            f"{reader.source}: 'num_experts_per_tok' is {top_k} of {count} 'num_local_experts'"
-        )
     experts = ExpertsConfig(
-        count=count,
-        top_k=top_k,
+        router=read_router(ConfigReader(fields, reader.source), "num_local_experts", scale=scale),
         intermediate_size=reader.require("intermediate_size", int),
-        output_scale=scale,
     )
     return [shared, ("block_sparse_moe", experts)]

@@ -1,53 +1,115 @@
-"""A sparse mixture of experts: every token goes through the few MLPs that a router picks.
+"""A sparse mixture of experts: every token goes through the few MLPs that a router picks."""
 
-Tokens are sorted by expert, so each expert that was chosen does one product over its tokens.
-"""
+from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from engine.layers.linear import Linear, scaled
+from engine.layers.linear import load_linear
 from engine.layers.mixer import ForwardPass
+from engine.layers.mlp import ACTIVATIONS, gated
 from engine.layers.weights import Weights
-from engine.model_configs.feed_forward import ExpertsConfig
+from engine.model_configs.feed_forward import ExpertsConfig, RouterConfig, Scoring
 from engine.model_configs.model_config import ModelConfig
 
 
-class Experts:
-    """Tensors `gate.weight` (the router's) and `experts.{gate_up_proj,down_proj}`, stacked.
+class Router:
+    """Matrix [count, in] and perhaps a correction [count], both float32 as are all scores.
 
-    gate_up_proj [experts, 2 * intermediate, hidden] gives gate and up. A token's weights are a
-    softmax over the router's `top_k` largest logits.
+    A rounded score may choose another expert than an unrounded one.
+    """
+
+    def __init__(self, config: RouterConfig, matrix: Tensor, correction: Tensor | None) -> None:
+        self.config = config
+        self._matrix = matrix.t().contiguous()
+        self._correction = correction
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x [T, in] -> the experts of each token, int64 [T, k], and their shares, float32."""
+        config = self.config
+        logits = x.float() @ self._matrix
+        is_softmax = config.scoring is Scoring.SOFTMAX
+        scores = torch.softmax(logits, dim=-1) if is_softmax else logits.sigmoid_()
+        open_to = scores if self._correction is None else scores + self._correction
+        if config.groups > 1:
+            open_to = self._in_best_groups(open_to)
+        chosen = open_to.topk(config.top_k, dim=-1).indices
+        shares = scores.gather(1, chosen)
+        if config.renormalise:
+            shares /= shares.sum(dim=-1, keepdim=True) + config.floor
+        return chosen, shares if config.scale == 1.0 else shares.mul_(config.scale)
+
+    def _in_best_groups(self, scores: Tensor) -> Tensor:
+        """The scores [T, count], minus infinity outside the token's best groups."""
+        by_group = scores.view(len(scores), self.config.groups, -1)
+        of_groups = by_group.topk(2, dim=-1).values.sum(dim=-1)
+        best = of_groups.topk(self.config.top_groups, dim=-1).indices
+        closed = torch.ones_like(of_groups, dtype=torch.bool).scatter_(1, best, False)
+        return by_group.masked_fill(closed.unsqueeze(-1), float("-inf")).view_as(scores)
+
+
+def load_router(config: RouterConfig, weights: Weights, inputs: int) -> Router:
+    """The router of `weight`, perhaps with `e_score_correction_bias`."""
+    matrix = weights.take("weight", (config.count, inputs), torch.float32)
+    correction: Tensor | None = None
+    if config.correction_bias:
+        correction = weights.take("e_score_correction_bias", (config.count,), torch.float32)
+    return Router(config, matrix, correction)
+
+
+class Experts:
+    """Tensors `gate.*` of the router and `experts.{gate_up_proj,down_proj}` [experts, out, in].
+
+    Without a gate the first is `up_proj`. They may as well be stored expert by expert, as
+    `experts.N.{gate_proj,up_proj,down_proj}.weight`. A latent space has
+    `{fc1,fc2}_latent_proj.weight`.
     """
 
     def __init__(self, config: ExpertsConfig, weights: Weights, model: ModelConfig) -> None:
-        count, inner, hidden = config.count, config.intermediate_size, model.hidden_size
-        self.top_k = config.top_k
-        self.router = Linear(weights.take("gate.weight", (count, hidden)))
-        gate_up = weights.take("experts.gate_up_proj", (count, 2 * inner, hidden))
-        self.gate_up = [Linear(matrix) for matrix in gate_up]
-        down = weights.take("experts.down_proj", (count, hidden, inner))
-        self.down = [Linear(matrix) for matrix in scaled(down, config.output_scale)]
+        hidden, latent = model.hidden_size, config.latent_size
+        self.router = load_router(config.router, weights.below("gate"), hidden)
+        self.run = weights.ops.experts
+        activation = ACTIVATIONS[config.activation]
+        self.activation = partial(gated, activation) if config.gated else activation
+        self.into = self.back = None
+        if latent is not None:
+            self.into = load_linear(weights, {"fc1_latent_proj": latent}, inputs=hidden)
+            self.back = load_linear(weights, {"fc2_latent_proj": hidden}, inputs=latent)
+        count, inner, outer = config.router.count, config.intermediate_size, latent or hidden
+        up = {"gate_proj": inner, "up_proj": inner} if config.gated else {"up_proj": inner}
+        own = weights.below("experts")
+        merged = "gate_up_proj" if config.gated else "up_proj"
+        self.up = _stacked(own, up, merged=merged, experts=count, inputs=outer)
+        down = {"down_proj": outer}
+        self.down = _stacked(own, down, merged="down_proj", experts=count, inputs=inner)
 
     def __call__(self, x: Tensor, residual: Tensor | None, step: ForwardPass) -> Tensor:
         """Sums over experts, and with the residual, are float32."""
-        # The host must know each expert's rows: the one synchronising copy in a forward pass.
-        logits, chosen = self.router(x).float().topk(self.top_k, dim=-1)
-        shares = torch.softmax(logits, dim=-1).flatten()
-        by_expert = chosen.flatten().argsort(stable=True)
-        tokens = by_expert // self.top_k
-        counts = chosen.flatten().bincount(minlength=len(self.down)).tolist()
-        parts = []
-        for expert, rows in enumerate(x[tokens].split_with_sizes(counts)):
-            if rows.shape[0]:
-                gate, up = self.gate_up[expert](rows).chunk(2, dim=-1)
-                parts.append(self.down[expert](F.silu(gate).mul_(up)))
-        # Each token gathers its own rows: a GPU that adds rows to tokens by index does so in any
-        # order, and the same prompt would have other last bits each time.
-        rows_of = torch.argsort(by_expert).view(-1, self.top_k)
-        shares = shares.view(-1, self.top_k)
-        summed = F.embedding_bag(
-            rows_of, torch.cat(parts).float(), per_sample_weights=shares, mode="sum"
-        )
-        return summed.to(x.dtype) if residual is None else (residual + summed).to(residual.dtype)
+        chosen, shares = self.router(x)
+        inputs = x if self.into is None else self.into(x)
+        y = self.run(inputs, chosen, shares, self.up, self.down, activation=self.activation)
+        if self.back is not None:
+            return self.back(y.to(x.dtype), residual)
+        return y.to(x.dtype) if residual is None else (residual + y).to(residual.dtype)
+
+
+def _stacked(
+    weights: Weights, sizes: dict[str, int], *, merged: str, experts: int, inputs: int
+) -> Tensor:
+    """Matrices [experts, in, out], the outputs of `sizes` side by side.
+
+    Inputs first: a grouped product on a CPU reads them so up to 1.5 times faster in bfloat16.
+    """
+    outputs = sum(sizes.values())
+    if merged in weights:
+        stored = weights.take(merged, (experts, outputs, inputs))
+        return stored.transpose(1, 2).contiguous()
+    # One expert at a time, into its place: a layer's experts are most of a model.
+    matrices = torch.empty((experts, inputs, outputs), dtype=weights.dtype, device=weights.device)
+    for expert, matrix in enumerate(matrices):
+        start = 0
+        for name, size in sizes.items():
+            stored = weights.take(f"{expert}.{name}.weight", (size, inputs))
+            matrix[:, start : start + size] = stored.t()
+            start += size
+    return matrices

@@ -7,7 +7,7 @@ from types import MappingProxyType
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.layers.linear import load_linear, per_output
+from engine.layers.linear import Linear, load_linear, per_output
 from engine.layers.mixer import ForwardPass
 from engine.layers.weights import Weights
 from engine.model_configs.feed_forward import Activation, MLPConfig
@@ -27,12 +27,21 @@ ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = MappingProxyType(
 )
 
 
+def gated(activation: Callable[[Tensor], Tensor], gate_up: Tensor) -> Tensor:
+    """act(gate) * up, of both side by side: [T, 2 * inner] -> [T, inner]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return activation(gate).mul_(up)
+
+
 class MLP:
-    """Tensors `{gate_proj,up_proj,down_proj}.{weight,bias}`; gate and up may be `gate_up_proj`."""
+    """Tensors `{gate_proj,up_proj,down_proj}.{weight,bias}`; gate and up may be `gate_up_proj`.
+
+    A gate of tokens is `token_gate.weight` [1, hidden].
+    """
 
     def __init__(self, config: MLPConfig, weights: Weights, model: ModelConfig) -> None:
-        self.is_gated = config.gated
-        self.activation = ACTIVATIONS[config.activation]
+        activation = ACTIVATIONS[config.activation]
+        self.activation = partial(gated, activation) if config.gated else activation
         inner, hidden = config.intermediate_size, model.hidden_size
         sizes, scale = {"up_proj": inner}, per_output([(1.0, inner)], weights.device)
         if config.gated:
@@ -47,10 +56,13 @@ class MLP:
             bias=config.bias,
             output_scale=config.output_scale,
         )
+        self.token_gate: Linear | None = None
+        if config.token_gate:
+            self.token_gate = load_linear(weights, {"token_gate": 1}, inputs=hidden)
 
     def __call__(self, x: Tensor, residual: Tensor | None, step: ForwardPass) -> Tensor:
-        up = self.up(x)
-        if not self.is_gated:
-            return self.down(self.activation(up), residual)
-        gate, up = up.chunk(2, dim=-1)
-        return self.down(self.activation(gate).mul_(up), residual)
+        inner = self.activation(self.up(x))
+        if self.token_gate is None:
+            return self.down(inner, residual)
+        y = self.down(inner).mul_(self.token_gate(x).sigmoid_())
+        return y if residual is None else y.add_(residual)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from engine.forward import AttentionCache, AttentionIndex, StateIndex
 from engine.ops.causal_conv1d.fast import causal_conv1d
+from engine.ops.experts.fast import experts
 from engine.ops.gated_delta_rule.fast import gated_delta_rule
 from engine.ops.paged_attention.fast import paged_attention
 from engine.ops.scratch import Scratch
@@ -90,6 +91,26 @@ class StateSpaceDuality(Protocol):
     ) -> Tensor: ...
 
 
+class MixtureOfExperts(Protocol):
+    """Every token through its experts: x [T, D], chosen int64 [T, k], shares float32 [T, k].
+
+    up [E, D, U] and down [E, I, D] are products from the right; `activation` takes [n, U] to
+    [n, I]. Returns the sum of share * down(activation(up(x))) over a token's experts, float32
+    [T, D].
+    """
+
+    def __call__(
+        self,
+        x: Tensor,
+        chosen: Tensor,
+        shares: Tensor,
+        up: Tensor,
+        down: Tensor,
+        *,
+        activation: Callable[[Tensor], Tensor],
+    ) -> Tensor: ...
+
+
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Ops:
     """One column of the table.
@@ -102,6 +123,7 @@ class Ops:
     causal_conv1d: CausalConv1d
     gated_delta_rule: GatedDeltaRule
     ssd: StateSpaceDuality
+    experts: MixtureOfExperts
 
 
 def torch_ops() -> Ops:
@@ -112,6 +134,7 @@ def torch_ops() -> Ops:
         causal_conv1d=causal_conv1d,
         gated_delta_rule=partial(gated_delta_rule, scratch=scratch),
         ssd=ssd,
+        experts=experts,
     )
 
 

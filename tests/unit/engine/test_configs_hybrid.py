@@ -143,7 +143,7 @@ def test_a_granite_without_mamba_layers_needs_no_mamba_sizes() -> None:
     assert attention_of(config).rope == RopeConfig(1e4, 16)
     experts = dict(config.layers[0][1].parts)["block_sparse_moe"]
     assert isinstance(experts, ExpertsConfig)
-    assert (experts.count, experts.top_k) == (8, 2)
+    assert (experts.router.count, experts.router.top_k) == (8, 2)
 
 
 def test_expert_tensors_of_granite_may_have_the_names_of_the_hub() -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from engine.families.registry import config_of
 from engine.model_configs.attention import AttentionConfig
 from engine.model_configs.config_reader import ConfigReader
-from engine.model_configs.feed_forward import ExpertsConfig, MLPConfig
+from engine.model_configs.feed_forward import ExpertsConfig, MLPConfig, RouterConfig
 from engine.model_configs.identity import NOT_COUNTED, ModelIdentity, identity_of
 from engine.model_configs.model_config import Block, ModelConfig, PartConfig
 from engine.model_configs.recurrent import GatedDeltaNetConfig, Mamba2Config
@@ -60,6 +60,7 @@ def block(*parts: PartConfig, post_norm: str | None = None) -> Block:
 
 
 MLP = MLPConfig(intermediate_size=96)
+EXPERTS = ExpertsConfig(router=RouterConfig(count=4, top_k=2), intermediate_size=32)
 EVERYTHING = ModelConfig(
     vocab_size=100,
     hidden_size=64,
@@ -68,7 +69,7 @@ EVERYTHING = ModelConfig(
     rms_norm_eps=1e-6,
     dtype="float32",
     layers=(
-        (block(ATTENTION), block(MLP, ExpertsConfig(count=4, top_k=2, intermediate_size=32))),
+        (block(ATTENTION), block(MLP, EXPERTS)),
         (block(MAMBA2, ATTENTION),),
         (block(DELTA_NET),),
         (),
@@ -140,7 +141,7 @@ def test_every_field_of_a_config_counts_unless_it_is_listed() -> None:
         seen.add(name)
         after = identity_of(config, "w")
         assert (after.digest == before.digest) == (name in NOT_COUNTED), name
-    kinds = (ModelConfig, MLPConfig, ExpertsConfig, AttentionConfig, RopeConfig)
+    kinds = (ModelConfig, MLPConfig, ExpertsConfig, RouterConfig, AttentionConfig, RopeConfig)
     every = {
         f"{kind.__name__}.{field.name}"
         for kind in (*kinds, Mamba2Config, GatedDeltaNetConfig)
@@ -149,6 +150,7 @@ def test_every_field_of_a_config_counts_unless_it_is_listed() -> None:
     nested = {
         "ModelConfig.layers",
         "AttentionConfig.rope",
+        "ExpertsConfig.router",
     }
     assert seen | nested == every
     assert NOT_COUNTED.keys() <= every

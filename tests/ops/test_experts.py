@@ -1,0 +1,92 @@
+"""The grouped experts against those of one token and one expert at a time; and who is chosen."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from engine.layers.experts import Router
+from engine.model_configs.feed_forward import RouterConfig, Scoring
+from engine.ops.experts import fast, naive
+
+
+def halves(x: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return first.relu() * second
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    tokens=st.integers(1, 40),
+    experts=st.integers(1, 9),
+    # 16 bytes are four of them: odd sizes take the loop over experts.
+    width=st.sampled_from([3, 4, 8, 20]),
+    inner=st.sampled_from([1, 4, 12]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    data=st.data(),
+)
+def test_grouped_equals_naive(
+    *, tokens: int, experts: int, width: int, inner: int, dtype: torch.dtype, data: st.DataObject
+) -> None:
+    top_k = data.draw(st.integers(1, experts))
+    # Few experts are chosen at all in some examples, so that there are groups without a row.
+    used = data.draw(st.integers(top_k, experts))
+    draw = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+    x = torch.randn((tokens, width), generator=draw).to(dtype)
+    chosen = torch.rand((tokens, used), generator=draw).argsort(dim=1)[:, :top_k]
+    shares = torch.rand((tokens, top_k), generator=draw)
+    up = torch.randn((experts, width, 2 * inner), generator=draw).to(dtype)
+    down = torch.randn((experts, inner, width), generator=draw).to(dtype)
+    got = fast.experts(x, chosen, shares, up, down, activation=halves)
+    expected = naive.experts(x, chosen, shares, up, down, activation=halves)
+    assert got.dtype == torch.float32
+    # Products of bfloat16 are rounded to it, in another order of sums.
+    near = 1e-4 if dtype == torch.float32 else 0.03 * float(expected.abs().max())
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=near)
+
+
+class TestRouter:
+    """Against the definition, token by token, in plain Python."""
+
+    @pytest.mark.parametrize(
+        "config",
+        [
+            RouterConfig(count=5, top_k=2),
+            RouterConfig(count=7, top_k=3, renormalise=False, scale=0.5),
+            RouterConfig(count=6, top_k=2, scoring=Scoring.SIGMOID, floor=0.25),
+            RouterConfig(
+                count=12,
+                top_k=4,
+                scoring=Scoring.SIGMOID,
+                correction_bias=True,
+                groups=4,
+                top_groups=2,
+                scale=2.5,
+            ),
+        ],
+        ids=["softmax", "as-scored", "sigmoid", "groups"],
+    )
+    def test_choice_and_shares(self, config: RouterConfig) -> None:
+        draw = torch.Generator().manual_seed(3)
+        logits = torch.randn((50, config.count), generator=draw)
+        bias = torch.randn(config.count, generator=draw)
+        correction = bias if config.correction_bias else None
+        router = Router(config, torch.eye(config.count), correction)
+        for row, own, shares in zip(logits, *router(logits), strict=True):
+            self.check(config, row, bias, dict(zip(own.tolist(), shares.tolist(), strict=True)))
+
+    def check(
+        self, config: RouterConfig, logits: Tensor, bias: Tensor, got: dict[int, float]
+    ) -> None:
+        is_softmax = config.scoring is Scoring.SOFTMAX
+        scores = (logits.softmax(-1) if is_softmax else logits.sigmoid()).tolist()
+        corrections = bias.tolist() if config.correction_bias else [0.0] * config.count
+        judged = [score + own for score, own in zip(scores, corrections, strict=True)]
+        size = config.count // config.groups
+        groups = [range(start, start + size) for start in range(0, config.count, size)]
+        groups.sort(key=lambda group: -sum(sorted(judged[e] for e in group)[-2:]))
+        open_to = [expert for group in groups[: config.top_groups] for expert in group]
+        best = sorted(open_to, key=lambda expert: -judged[expert])[: config.top_k]
+        total = sum(scores[e] for e in best) + config.floor if config.renormalise else 1.0
+        assert got == pytest.approx({e: config.scale * scores[e] / total for e in best})
