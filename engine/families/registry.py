@@ -26,8 +26,12 @@ from engine.model_configs.model_config import ModelConfig
 ARCHITECTURES: Mapping[str, Callable[[ConfigReader], ModelConfig]] = MappingProxyType(
     {
         "Qwen3ForCausalLM": qwen.read_qwen3,
+        "Qwen3MoeForCausalLM": qwen.read_qwen3,
+        "Qwen3NextForCausalLM": qwen.read_qwen3_5,
         "Qwen3_5ForCausalLM": qwen.read_qwen3_5,
         "Qwen3_5ForConditionalGeneration": qwen.read_qwen3_5,
+        "Qwen3_5MoeForCausalLM": qwen.read_qwen3_5,
+        "Qwen3_5MoeForConditionalGeneration": qwen.read_qwen3_5,
         "NemotronHForCausalLM": nemotron_h.read,
         "Gemma3ForCausalLM": gemma3.read,
         "Gemma3ForConditionalGeneration": gemma3.read,

@@ -16,7 +16,10 @@ from engine.model_configs.recurrent import GatedDeltaNetConfig
 
 
 class GatedDeltaNet:
-    """Tensors `{in_proj_{qkv,z,b,a}.weight, conv1d, A_log, dt_bias, norm, out_proj}`."""
+    """Tensors `{in_proj_{qkv,z,b,a}.weight, conv1d, A_log, dt_bias, norm, out_proj}`.
+
+    Or `in_proj_{qkvz,ba}.weight`, packed as in Qwen3-Next.
+    """
 
     def __init__(
         self, config: GatedDeltaNetConfig, weights: Weights, model: ModelConfig, key: CacheKey
@@ -32,7 +35,15 @@ class GatedDeltaNet:
             "in_proj_b": heads,
             "in_proj_a": heads,
         }
-        self.in_proj = load_linear(weights, sizes, inputs=hidden)
+        if "in_proj_qkvz.weight" in weights:
+            packed = {
+                "in_proj_qkvz": config.conv_dim + config.values,
+                "in_proj_ba": 2 * heads,
+            }
+            order = _unpacked(config)
+            self.in_proj = load_linear(weights, packed, inputs=hidden, order=order)
+        else:
+            self.in_proj = load_linear(weights, sizes, inputs=hidden)
         self.out_proj = load_linear(weights, {"out_proj": hidden}, inputs=config.values)
         taps = weights.take("conv1d.weight", (config.conv_dim, 1, config.conv_kernel))
         self.conv_weight = taps[:, 0].t().contiguous()
@@ -62,3 +73,17 @@ class GatedDeltaNet:
         # The gate comes after the norm: the other way round than in Mamba2.
         gated = self.norm(o).mul_(F.silu(gate.view(o.shape).float())).to(x.dtype)
         return self.out_proj(gated.reshape(x.shape[0], -1), residual)
+
+
+def _unpacked(config: GatedDeltaNetConfig) -> Tensor:
+    """The places of q, k, v, z, b and a among packed outputs, which go by key head.
+
+    q0 k0 v0 v1 z0 z1 | q1 k1 v2 v3 z2 z3 | b0 b1 a0 a1 | b2 b3 a2 a3, for two value heads a key.
+    """
+    keys, shared = config.key_heads, config.value_heads // config.key_heads
+    values = shared * config.value_dim
+    qkvz = torch.arange(config.conv_dim + config.values).view(keys, -1)
+    ba = torch.arange(2 * config.value_heads).view(keys, -1) + qkvz.numel()
+    sizes = [config.key_dim, config.key_dim, values, values]
+    parts = *qkvz.split_with_sizes(sizes, 1), *ba.split_with_sizes([shared, shared], 1)
+    return torch.cat([part.flatten() for part in parts])

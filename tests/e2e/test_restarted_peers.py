@@ -79,7 +79,7 @@ async def test_promises_of_the_old_incarnation_are_refused_and_those_of_the_new_
 
 
 GEOMETRIES = {
-    "dtype": ({"dtype": "bfloat16"}, "128 float32 .* here and .*128 bfloat16 .* there"),
+    "dtype": ({"dtype": "bfloat16"}, "128 float32, .* here and .*128 bfloat16, .* there"),
     "seed": ({"prefix_hash_seed": "another"}, "prefix_hash_seed is '.*' here and '.*' there"),
 }
 

@@ -1,4 +1,4 @@
-"""Qwen3 and Qwen3.5 against transformers in float32: same files, logits and greedy tokens."""
+"""Qwen models against transformers in float32: same files, logits and greedy tokens."""
 
 import json
 from pathlib import Path
@@ -7,10 +7,16 @@ from typing import Any, ClassVar
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
+    PretrainedConfig,
     Qwen3_5Config,
     Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeForConditionalGeneration,
+    Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
+    Qwen3NextConfig,
 )
 
 from tests.ops.parity import COMMON, ROPE, Case, ParityTests
@@ -47,14 +53,30 @@ QWEN3_5_TIED = {
 }
 
 
-def qwen3_5_wrapped() -> Qwen3_5Config:
+def experts(count: int, top_k: int, inner: int, shared: int) -> dict[str, int]:
+    return {
+        "num_experts": count,
+        "num_experts_per_tok": top_k,
+        "moe_intermediate_size": inner,
+        "shared_expert_intermediate_size": shared,
+    }
+
+
+QWEN3_MOE = COMMON | heads(4, 2, 16) | experts(7, 3, 24, 0) | {"num_hidden_layers": 4}
+QWEN3_MOE |= {"mlp_only_layers": [1], "norm_topk_prob": False}
+QWEN3_5_MOE = COMMON | delta_heads(2, 6, 16, 16) | heads(6, 2, 16) | experts(9, 4, 24, 40)
+QWEN3_NEXT = COMMON | delta_heads(3, 6, 16, 8) | heads(4, 2, 16) | experts(5, 2, 16, 40)
+QWEN3_NEXT |= {"num_hidden_layers": 4, "decoder_sparse_step": 2}
+
+
+def wrapped(kind: type[PretrainedConfig], **changes: Any) -> PretrainedConfig:
     """The vision-language wrapper, a short convolution and odd head counts."""
     text: dict[str, Any] = COMMON | delta_heads(1, 3, 24, 16) | heads(6, 3, 16)
     text |= {"num_hidden_layers": 4, "linear_conv_kernel_dim": 3}
     text["rope_parameters"] = ROPE | {"partial_rotary_factor": 0.25, "mrope_section": [1, 1, 0]}
     vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2}
     vision |= {"out_hidden_size": 64, "num_position_embeddings": 16, "patch_size": 4}
-    return Qwen3_5Config(text_config=text, vision_config=vision)
+    return kind(text_config=text | changes, vision_config=vision)
 
 
 def add_mtp_head(folder: Path) -> None:
@@ -80,5 +102,15 @@ class TestQwen(ParityTests):
         "qwen3-ungrouped": Case(Qwen3Config(**QWEN3["ungrouped"])),
         "qwen3_5-plain": Case(Qwen3_5TextConfig(**QWEN3_5_PLAIN)),
         "qwen3_5-tied": Case(Qwen3_5TextConfig(**QWEN3_5_TIED)),
-        "qwen3_5-wrapped": Case(qwen3_5_wrapped(), add_mtp_head, Qwen3_5ForConditionalGeneration),
+        "qwen3_5-wrapped": Case(
+            wrapped(Qwen3_5Config), add_mtp_head, Qwen3_5ForConditionalGeneration
+        ),
+        "qwen3_moe": Case(Qwen3MoeConfig(**QWEN3_MOE)),
+        "qwen3_5_moe": Case(Qwen3_5MoeTextConfig(**QWEN3_5_MOE, num_hidden_layers=4)),
+        "qwen3_5_moe-wrapped": Case(
+            wrapped(Qwen3_5MoeConfig, **experts(6, 2, 32, 24)),
+            add_mtp_head,
+            Qwen3_5MoeForConditionalGeneration,
+        ),
+        "qwen3_next": Case(Qwen3NextConfig(**QWEN3_NEXT)),
     }
