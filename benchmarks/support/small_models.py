@@ -3,6 +3,7 @@
 For tests, and for `benchmarks.gpu`, which compares a device with a CPU. Knows no engine.
 """
 
+from itertools import chain
 from types import MappingProxyType
 
 import torch
@@ -37,9 +38,37 @@ def configs(context: int) -> dict[str, PretrainedConfig]:
             linear_value_head_dim=16,
             **shared,
         ),
+        "qwen3_5_moe": transformers.Qwen3_5MoeTextConfig(
+            num_hidden_layers=4,
+            linear_num_key_heads=2,
+            linear_num_value_heads=4,
+            linear_key_head_dim=16,
+            linear_value_head_dim=16,
+            num_experts=6,
+            num_experts_per_tok=2,
+            moe_intermediate_size=32,
+            shared_expert_intermediate_size=48,
+            **shared,
+        ),
+        "qwen3_next": transformers.Qwen3NextConfig(
+            num_hidden_layers=4,
+            linear_num_key_heads=2,
+            linear_num_value_heads=4,
+            linear_key_head_dim=16,
+            linear_value_head_dim=16,
+            num_experts=6,
+            num_experts_per_tok=2,
+            moe_intermediate_size=32,
+            shared_expert_intermediate_size=48,
+            **shared,
+        ),
         "nemotron_h": transformers.NemotronHConfig(
-            layers_block_type=["mamba", "mlp", "attention", "mamba", "mlp"],
+            layers_block_type=["mamba", "mlp", "attention", "mamba", "moe"],
             num_hidden_layers=5,
+            n_routed_experts=6,
+            num_experts_per_tok=2,
+            moe_intermediate_size=32,
+            moe_shared_expert_intermediate_size=48,
             mamba_num_heads=8,
             mamba_head_dim=16,
             ssm_state_size=16,
@@ -84,7 +113,9 @@ def widen(model: PreTrainedModel, seed: int, *, embed: float = 0.1) -> PreTraine
     """
     draw = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for name, weight in model.named_parameters():
+        # Corrections of routers are buffers, and zero.
+        buffers = (own for own in model.named_buffers() if own[0].endswith("bias"))
+        for name, weight in chain(model.named_parameters(), buffers):
             wide = spread(name, weight, draw)
             weight.copy_(embed * wide if "embed" in name else wide)
     return model.eval()

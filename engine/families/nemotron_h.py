@@ -1,4 +1,4 @@
-"""Nemotron-H: Mamba2, attention and feed-forward layers, one kind each.
+"""Nemotron-H: Mamba2, attention, feed-forward and experts layers, one kind each.
 
 config.json and tensors are named as on the hub or as transformers 5 saves them.
 """
@@ -6,23 +6,29 @@ config.json and tensors are named as on the hub or as transformers 5 saves them.
 from engine.errors import CheckpointError
 from engine.model_configs.attention import read_attention
 from engine.model_configs.config_reader import ConfigReader
-from engine.model_configs.feed_forward import Activation, MLPConfig
-from engine.model_configs.model_config import Block, ModelConfig, PartConfig, Renames, read_model
+from engine.model_configs.feed_forward import (
+    Activation,
+    ExpertsConfig,
+    MLPConfig,
+    read_sigmoid_router,
+)
+from engine.model_configs.model_config import Block, ModelConfig, NamedPart, Renames, read_model
 from engine.model_configs.recurrent import Mamba2Config, read_temporal_dtype, read_time_step_limit
 
-MAMBA, ATTENTION, MLP = "mamba", "attention", "mlp"
+MAMBA, ATTENTION, MLP, MOE = "mamba", "attention", "mlp", "moe"
 # Characters of `hybrid_override_pattern`, and names in `layers_block_type`, old and new.
 LAYER_NAMES = {
     "M": MAMBA,
     "*": ATTENTION,
     "-": MLP,
+    "E": MOE,
     "mamba": MAMBA,
     "attention": ATTENTION,
     "mlp": MLP,
+    "moe": MOE,
     "linear_attention": MAMBA,
     "full_attention": ATTENTION,
 }
-MOE_NAMES = ("E", "moe")
 RENAMES: Renames = (
     (r"^mtp\.", None),
     (r"^backbone\.", "model."),
@@ -32,16 +38,23 @@ RENAMES: Renames = (
 
 
 def read(reader: ConfigReader) -> ModelConfig:
-    """Reads config.json. Raises CheckpointError for missing, mistyped or unsupported fields (MoE).
+    """Reads config.json. Raises CheckpointError for missing, mistyped or unsupported fields.
 
-    A layer is one mixer or one MLP; attention has no positional encoding.
+    A layer is one mixer, one MLP, or experts with a shared MLP beside them; attention has no
+    positional encoding.
     """
     reader.require_one_of("mlp_hidden_act", ["relu2"])
     reader.require_one_of("mamba_hidden_act", ["silu"])
     kinds = _layer_kinds(reader)
-    parts: dict[str, PartConfig] = {MAMBA: _mamba(reader), ATTENTION: read_attention(reader)}
+    parts: dict[str, tuple[NamedPart, ...]] = {
+        MAMBA: (("mixer", _mamba(reader)),),
+        ATTENTION: (("mixer", read_attention(reader)),),
+    }
     if MLP in kinds:
-        parts[MLP] = _mlp(reader)
+        parts[MLP] = (("mixer", _mlp(reader, "intermediate_size")),)
+    if MOE in kinds:
+        shared = _mlp(reader, "moe_shared_expert_intermediate_size")
+        parts[MOE] = (("mixer", _experts(reader)), ("mixer.shared_experts", shared))
     # Hub files of different ages spell it in three ways; transformers reads the last of these.
     eps: float = 1e-5
     for key in ("norm_eps", "rms_norm_eps", "layer_norm_epsilon"):
@@ -51,7 +64,7 @@ def read(reader: ConfigReader) -> ModelConfig:
         positions=4096,
         eps=eps,
         rms_norm_eps=eps,
-        layers=tuple((Block(norm="norm", parts=(("mixer", parts[kind]),)),) for kind in kinds),
+        layers=tuple((Block(norm="norm", parts=parts[kind]),) for kind in kinds),
         renames=RENAMES,
         residual_in_fp32=reader.get("residual_in_fp32", bool, False),
     )
@@ -71,22 +84,31 @@ def _layer_kinds(reader: ConfigReader) -> tuple[str, ...]:
             f"{reader.source}: 'num_hidden_layers' is {stated}, but {len(names)} layers are listed"
         )
     for index, name in enumerate(names):
-        if name in MOE_NAMES:
-            raise CheckpointError(
-                f"{reader.source}: layer {index} is a mixture of experts ({name!r}): not supported"
-            )
         if str(name) not in LAYER_NAMES:
             expected = f"expected one of {', '.join(LAYER_NAMES)}"
             raise CheckpointError(f"{reader.source}: layer {index} is {name!r}, {expected}")
     return tuple(LAYER_NAMES[str(name)] for name in names)
 
 
-def _mlp(reader: ConfigReader) -> MLPConfig:
+def _mlp(reader: ConfigReader, size: str) -> MLPConfig:
     return MLPConfig(
-        intermediate_size=reader.require("intermediate_size", int),
+        intermediate_size=reader.require(size, int),
         bias=reader.get("mlp_bias", bool, False),
         activation=Activation.RELU2,
         gated=False,
+    )
+
+
+def _experts(reader: ConfigReader) -> ExpertsConfig:
+    reader.require_one_of("n_shared_experts", [1])
+    # Neither experts nor the products around a latent space have one in any published model.
+    reader.require_one_of("mlp_bias", [False])
+    return ExpertsConfig(
+        router=read_sigmoid_router(reader, "n_routed_experts"),
+        intermediate_size=reader.require("moe_intermediate_size", int),
+        activation=Activation.RELU2,
+        gated=False,
+        latent_size=reader.get("moe_latent_size", int, None),
     )
 
 

@@ -24,6 +24,26 @@ COMMON = {
 }
 BIASES = {"use_bias": True, "mlp_bias": True, "use_conv_bias": False, "conv_kernel": 3}
 
+# Shares of nine experts in three groups, and of seven in a latent space; stored one by one.
+EXPERTS = {
+    "n_routed_experts": 9,
+    "num_experts_per_tok": 4,
+    "n_group": 3,
+    "topk_group": 2,
+    "moe_intermediate_size": 24,
+    "moe_shared_expert_intermediate_size": 40,
+    "routed_scaling_factor": 2.5,
+}
+LATENT = EXPERTS | {
+    "n_routed_experts": 7,
+    "num_experts_per_tok": 3,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_latent_size": 32,
+    "norm_topk_prob": False,
+    "routed_scaling_factor": 1.0,
+}
+
 
 class Tied(NemotronHForCausalLM):  # type: ignore[misc]
     """transformers 5.23 does not tie Nemotron-H by itself, even when its config asks."""
@@ -72,6 +92,10 @@ class TestNemotronH(ParityTests):
         ),
         "biases": Case(
             config_of("*MM-", 32, (2, 1, 16), mamba=(4, 8, 1, 16), **BIASES), seed=29, embed=1.0
+        ),
+        "experts": Case(config_of("ME*E-M", 64, (4, 2, 16), mamba=(4, 16, 2, 16), **EXPERTS)),
+        "latent-experts": Case(
+            config_of("M*EME", 48, (3, 1, 16), mamba=(6, 8, 1, 24), **LATENT), named_as_on_the_hub
         ),
     }
 

@@ -189,8 +189,20 @@ def test_state_is_float32_by_default(tmp_path: Path) -> None:
     assert narrow.groups[0].spec == replace(wide.groups[0].spec, parts=parts)
 
 
+EXPERTS: dict[str, Any] = {
+    "hybrid_override_pattern": "M-E*",
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 8,
+    "moe_shared_expert_intermediate_size": 16,
+}
 BAD_CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
-    "experts": ({"hybrid_override_pattern": "M-E*"}, r"layer 2 .*mixture of experts"),
+    "experts": (EXPERTS | {"num_experts_per_tok": 9}, "'num_experts_per_tok' is 9 of 8"),
+    "groups-of-experts": (
+        EXPERTS | {"n_group": 4, "topk_group": 1, "num_experts_per_tok": 3},
+        "3 experts out of 'topk_group' 1 of 'n_group' 4 groups of 2",
+    ),
+    "biased-experts": (EXPERTS | {"mlp_bias": True}, "mlp_bias"),
     "unknown-layer": ({"hybrid_override_pattern": "M-?*"}, r"layer 2 is '\?'"),
     "layer-count": ({"num_hidden_layers": 5}, "'num_hidden_layers' is 5, but 4"),
     "no-layers": ({"hybrid_override_pattern": None}, "hybrid_override_pattern"),
