@@ -103,6 +103,12 @@ def configs(context: int) -> dict[str, PretrainedConfig]:
             mamba_d_state=16,
             **both,
         ),
+        "lfm2": transformers.Lfm2Config(
+            num_hidden_layers=5,
+            layer_types=["conv", "conv", "full_attention", "conv", "full_attention"],
+            block_auto_adjust_ff_dim=False,
+            **both,
+        ),
     }
 
 
@@ -117,7 +123,9 @@ def widen(model: PreTrainedModel, seed: int, *, embed: float = 0.1) -> PreTraine
         buffers = (own for own in model.named_buffers() if own[0].endswith("bias"))
         for name, weight in chain(model.named_parameters(), buffers):
             wide = spread(name, weight, draw)
-            weight.copy_(embed * wide if "embed" in name else wide)
+            # LFM2's last norm is called `embedding_norm`.
+            is_table = "embed" in name and "norm" not in name
+            weight.copy_(embed * wide if is_table else wide)
     return model.eval()
 
 

@@ -16,6 +16,7 @@ from engine.families import (
     falcon_h1,
     gemma3,
     granite_moe_hybrid,
+    lfm2,
     nemotron_h,
     qwen,
 )
@@ -38,6 +39,7 @@ ARCHITECTURES: Mapping[str, Callable[[ConfigReader], ModelConfig]] = MappingProx
         "GraniteMoeHybridForCausalLM": granite_moe_hybrid.read,
         "FalconH1ForCausalLM": falcon_h1.read,
         "BambaForCausalLM": bamba.read,
+        "Lfm2ForCausalLM": lfm2.read,
     }
 )
 

@@ -17,9 +17,9 @@ from engine.kv_cache.spec import KVCacheGroup, LayerSpec, form_groups
 from engine.model_configs.attention import AttentionConfig
 from engine.model_configs.config_reader import ConfigReader
 from engine.model_configs.feed_forward import ExpertsConfig, MLPConfig
-from engine.model_configs.recurrent import GatedDeltaNetConfig, Mamba2Config
+from engine.model_configs.recurrent import GatedDeltaNetConfig, Mamba2Config, ShortConvConfig
 
-MixerConfig = AttentionConfig | Mamba2Config | GatedDeltaNetConfig
+MixerConfig = AttentionConfig | Mamba2Config | GatedDeltaNetConfig | ShortConvConfig
 """A part that keeps something in the cache: its `spec` says what."""
 FeedForwardConfig = MLPConfig | ExpertsConfig
 PartConfig = MixerConfig | FeedForwardConfig

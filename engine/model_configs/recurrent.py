@@ -1,4 +1,4 @@
-"""Settings of the mixers that keep a state: Mamba2, gated delta net. Torch-free."""
+"""Settings of the mixers that keep a state: Mamba2, gated delta net, short conv. Torch-free."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -173,4 +173,36 @@ def read_gated_delta_net(reader: ConfigReader) -> GatedDeltaNetConfig:
     )
     values = ("linear_num_value_heads", config.value_heads)
     reader.require_divisor(values, ("linear_num_key_heads", config.key_heads))
+    return config
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class ShortConvConfig:
+    """One gated convolution over `conv_kernel` tokens of the model's `channels`.
+
+    `bias` is for the convolution and both products.
+    """
+
+    channels: int
+    conv_kernel: int
+    bias: bool = False
+
+    def spec(self, dtype: str) -> MambaSpec:
+        """The cache contents of one such layer for one sequence: the convolution's last inputs."""
+        return MambaSpec(
+            kind="short_conv", parts=(StatePart((self.conv_kernel - 1, self.channels), dtype),)
+        )
+
+
+def read_short_conv(reader: ConfigReader) -> ShortConvConfig:
+    """Reads LFM2's `conv_*` fields. Raises CheckpointError for a kernel that keeps nothing."""
+    config = ShortConvConfig(
+        channels=reader.require("hidden_size", int),
+        conv_kernel=reader.get("conv_L_cache", int, 3),
+        bias=reader.get("conv_bias", bool, False),
+    )
+    if config.conv_kernel < 2:
+        raise CheckpointError(
+            f"{reader.source}: 'conv_L_cache' is {config.conv_kernel}, expected at least 2"
+        )
     return config

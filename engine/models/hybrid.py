@@ -23,15 +23,21 @@ from engine.layers.mixer import ForwardPass, MakeFeedForward, MakeMixer, Part, R
 from engine.layers.mlp import MLP
 from engine.layers.norm import RMSNorm, load_norm
 from engine.layers.rotary import Rotary
+from engine.layers.short_conv import ShortConv
 from engine.layers.weights import Weights
 from engine.model_configs.attention import AttentionConfig
 from engine.model_configs.feed_forward import ExpertsConfig, MLPConfig
 from engine.model_configs.model_config import Block, FeedForwardConfig, ModelConfig
-from engine.model_configs.recurrent import GatedDeltaNetConfig, Mamba2Config
+from engine.model_configs.recurrent import GatedDeltaNetConfig, Mamba2Config, ShortConvConfig
 from engine.model_configs.rope import RopeConfig
 
 MIXERS: Mapping[type, MakeMixer[Any]] = MappingProxyType(
-    {AttentionConfig: Attention, Mamba2Config: Mamba2, GatedDeltaNetConfig: GatedDeltaNet}
+    {
+        AttentionConfig: Attention,
+        Mamba2Config: Mamba2,
+        GatedDeltaNetConfig: GatedDeltaNet,
+        ShortConvConfig: ShortConv,
+    }
 )
 FEED_FORWARD: Mapping[type, MakeFeedForward[Any]] = MappingProxyType(
     {MLPConfig: MLP, ExpertsConfig: Experts}

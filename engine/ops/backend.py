@@ -43,13 +43,21 @@ class PagedAttention(Protocol):
 
 
 class CausalConv1d(Protocol):
-    """Depthwise causal convolution and SiLU: x [T, D], weight [K, D], bias [D] -> [T, D].
+    """Depthwise causal convolution and, with `silu`, SiLU: x [T, D], weight [K, D] -> [T, D].
 
-    A state is the last K-1 inputs [K-1, D]; sums are float32, the result has the dtype of x.
+    bias [D] or None. A state is the last K-1 inputs [K-1, D]; sums are float32, the result has the
+    dtype of x.
     """
 
     def __call__(
-        self, x: Tensor, pool: Tensor, index: StateIndex, weight: Tensor, bias: Tensor | None
+        self,
+        x: Tensor,
+        pool: Tensor,
+        index: StateIndex,
+        weight: Tensor,
+        bias: Tensor | None,
+        *,
+        silu: bool = True,
     ) -> Tensor: ...
 
 

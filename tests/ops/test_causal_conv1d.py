@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from engine.ops.causal_conv1d import fast, naive
@@ -25,26 +26,40 @@ def inputs(tokens: int, sequences: int, kernel: int) -> tuple[Tensor, Tensor, Te
 @pytest.mark.parametrize("lens", SEGMENTS, ids=str)
 @pytest.mark.parametrize("kernel", [2, 4])
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_chunk_equals_naive(lens: list[int], kernel: int, with_bias: bool) -> None:
+@pytest.mark.parametrize("silu", [False, True])
+def test_chunk_equals_naive(lens: list[int], kernel: int, with_bias: bool, silu: bool) -> None:
     x, state, weight, bias = inputs(sum(lens), len(lens), kernel)
     before = state.clone()
-    expected = naive.conv_chunk(x, lens, state, weight, bias if with_bias else None)
-    got = fast.conv_chunk(x, lens, state, weight, bias if with_bias else None)
+    bias_or_none = bias if with_bias else None
+    expected = naive.conv_chunk(x, lens, state, weight, bias_or_none, silu=silu)
+    got = fast.conv_chunk(x, lens, state, weight, bias_or_none, silu=silu)
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
     assert torch.equal(state, before)
 
 
 @pytest.mark.parametrize("sequences", [1, 5])
-def test_step_equals_naive_and_moves_only_its_view(sequences: int) -> None:
+@pytest.mark.parametrize("silu", [False, True])
+def test_step_equals_naive_and_moves_only_its_view(sequences: int, silu: bool) -> None:
     x, state, weight, bias = inputs(sequences, sequences, 4)
     arena = torch.full((sequences, 1000), 7.0)
     view = arena.as_strided((sequences, 3, CHANNELS), (1000, CHANNELS, 1), 100)
     view.copy_(state)
-    expected = naive.conv_step(x, state, weight, bias)
-    torch.testing.assert_close(fast.conv_step(x, view, weight, bias), expected)
+    expected = naive.conv_step(x, state, weight, bias, silu=silu)
+    got = fast.conv_step(x, view, weight, bias, silu=silu)
+    torch.testing.assert_close(got, expected)
     assert torch.equal(view, state)
     view.fill_(7.0)
     assert torch.equal(arena, torch.full_like(arena, 7.0))
+
+
+def test_without_silu_the_result_is_the_sum() -> None:
+    x, state, weight, bias = inputs(70, 1, 4)
+    sums, _, _ = naive.conv_chunk(x, [70], state, weight, bias, silu=False)
+    through, _, _ = naive.conv_chunk(x, [70], state, weight, bias)
+    torch.testing.assert_close(F.silu(sums), through)
+    padded = torch.cat([state[0], x]).t().unsqueeze(0)
+    truth = F.conv1d(padded, weight.t().unsqueeze(1), bias, groups=CHANNELS)
+    torch.testing.assert_close(sums, truth[0].t(), rtol=1e-5, atol=1e-5)
 
 
 def test_a_sequence_may_be_cut_anywhere() -> None:

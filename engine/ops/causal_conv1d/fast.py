@@ -1,4 +1,4 @@
-"""Depthwise causal convolution with SiLU as K shifted multiply-adds over token-major rows.
+"""Depthwise causal convolution as K shifted multiply-adds over token-major rows.
 
 `conv_step` and `conv_chunk` have the signatures of `naive.py`.
 """
@@ -18,24 +18,32 @@ ROWS = 128
 
 
 def causal_conv1d(
-    x: Tensor, pool: Tensor, index: StateIndex, weight: Tensor, bias: Tensor | None
+    x: Tensor,
+    pool: Tensor,
+    index: StateIndex,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    silu: bool = True,
 ) -> Tensor:
     """See `backend.CausalConv1d`."""
     return move_states(
         [x],
         pool,
         index,
-        lambda rows, state: conv_step(rows[0], state, weight, bias),
+        lambda rows, state: conv_step(rows[0], state, weight, bias, silu=silu),
         lambda rows, initial, lens, exports: conv_chunk(
-            rows[0], lens, initial, weight, bias, exports=exports
+            rows[0], lens, initial, weight, bias, exports=exports, silu=silu
         ),
     )
 
 
-def conv_step(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def conv_step(
+    x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, *, silu: bool = True
+) -> Tensor:
     """One token of every sequence: x [S, D], state [S, K-1, D] (updated IN PLACE), weight [K, D].
 
-    Returns silu(conv) [S, D] in the dtype of x; sums are float32.
+    Returns the convolution [S, D], through SiLU with `silu`, in the dtype of x; sums are float32.
     """
     rows = [*state.unbind(1), x]
     first, *others = weight.float().unbind()
@@ -48,7 +56,7 @@ def conv_step(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None) -> 
     # before it is overwritten.
     for older, newer in pairwise(rows):
         older.copy_(newer)
-    return F.silu(y, inplace=True).to(x.dtype)
+    return (F.silu(y, inplace=True) if silu else y).to(x.dtype)
 
 
 def conv_chunk(
@@ -59,11 +67,13 @@ def conv_chunk(
     bias: Tensor | None,
     *,
     exports: Sequence[tuple[int, int]] = (),
+    silu: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Segments end to end: x [T, D], T = sum(query_lens), initial [S, K-1, D], weight [K, D].
 
-    `exports`: (segment, tokens of it), ascending. Returns silu(conv) [T, D], the final states
-    [S, K-1, D] and the states at the exports [E, K-1, D]; `initial` is not changed.
+    `exports`: (segment, tokens of it), ascending. Returns the convolution [T, D], through SiLU with
+    `silu`, the final states [S, K-1, D] and the states at the exports [E, K-1, D]; `initial` is not
+    changed.
     """
     y = torch.empty(x.shape, dtype=torch.float32, device=x.device)
     final = torch.empty_like(initial)
@@ -72,7 +82,8 @@ def conv_chunk(
     start = 0
     for segment, length in enumerate(query_lens):
         rows = x[start : start + length]
-        _convolve(rows, initial[segment], taps, bias, y[start : start + length])
+        out = y[start : start + length]
+        _convolve(rows, initial[segment], taps, bias, out, silu=silu)
         final[segment] = _last_rows(initial[segment], rows, length)
         offsets = (offset for owner, offset in exports if owner == segment)
         exported += [_last_rows(initial[segment], rows, end).unsqueeze(0) for end in offsets]
@@ -87,8 +98,16 @@ def _last_rows(initial: Tensor, rows: Tensor, end: int) -> Tensor:
     return window[window.shape[0] - before :]
 
 
-def _convolve(x: Tensor, initial: Tensor, taps: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """out [T, D] = silu(bias + sum over taps) of x [T, D] after initial [K-1, D], by blocks."""
+def _convolve(
+    x: Tensor,
+    initial: Tensor,
+    taps: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    *,
+    silu: bool,
+) -> None:
+    """out [T, D] = bias + sum over taps of x [T, D] after initial [K-1, D], by blocks; SiLU."""
     before = initial.shape[0]
     for start in range(0, out.shape[0], ROWS):
         block = out[start : start + ROWS]
@@ -103,4 +122,5 @@ def _convolve(x: Tensor, initial: Tensor, taps: Tensor, bias: Tensor | None, out
             block.addcmul_(window[tap : tap + rows], taps[tap])
         if bias is not None:
             block += bias
-        F.silu(block, inplace=True)
+        if silu:
+            F.silu(block, inplace=True)
