@@ -41,9 +41,10 @@ NOT_COUNTED: Final[Mapping[str, str]] = MappingProxyType(
 class ModelIdentity:
     """`fields`: by name the text of everything that counts; two models are one if they are equal.
 
-    `layers` names each layer's parts, one word a layer: `attention/mlp` are two blocks, and
-    `attention+mamba2:norm` is one of two parts, normed after. The fields of a part stand under its
-    name, such as `attention.rope.theta`. A second kind of attention is `attention_2`.
+    `layers` names each layer's parts, one word a layer: `attention/mlp` are two blocks,
+    `attention+mamba2:norm` is one of two parts, normed after, and `mlp:residual*2.0` one that is
+    added to twice its normed input. The fields of a part stand under its name, such as
+    `attention.rope.theta`. A second kind of attention is `attention_2`.
     """
 
     fields: Mapping[str, str]
@@ -72,7 +73,9 @@ def identity_of(config: ModelConfig, weights: str) -> ModelIdentity:
 
 def _block(block: Block, named: Mapping[PartConfig, str]) -> str:
     parts = "+".join(named[part] for _, part in block.parts)
-    return parts if block.post_norm is None else f"{parts}:norm"
+    norm = "" if block.post_norm is None else ":norm"
+    residual = "" if (scale := block.normed_residual) is None else f":residual*{scale!r}"
+    return f"{parts}{norm}{residual}"
 
 
 def by_layer(layers: str, most: int) -> Iterator[tuple[str, str]]:

@@ -17,9 +17,20 @@ from engine.kv_cache.spec import KVCacheGroup, LayerSpec, form_groups
 from engine.model_configs.attention import AttentionConfig
 from engine.model_configs.config_reader import ConfigReader
 from engine.model_configs.feed_forward import ExpertsConfig, MLPConfig
-from engine.model_configs.recurrent import GatedDeltaNetConfig, Mamba2Config, ShortConvConfig
+from engine.model_configs.recurrent import (
+    GatedDeltaNetConfig,
+    LightningAttentionConfig,
+    Mamba2Config,
+    ShortConvConfig,
+)
 
-MixerConfig = AttentionConfig | Mamba2Config | GatedDeltaNetConfig | ShortConvConfig
+MixerConfig = (
+    AttentionConfig
+    | Mamba2Config
+    | GatedDeltaNetConfig
+    | ShortConvConfig
+    | LightningAttentionConfig
+)
 """A part that keeps something in the cache: its `spec` says what."""
 FeedForwardConfig = MLPConfig | ExpertsConfig
 PartConfig = MixerConfig | FeedForwardConfig
@@ -50,11 +61,13 @@ class Block:
     """x + every part(norm(x)); the parts are in parallel, they read the same input.
 
     `norm`: the name of the norm before the parts; `post_norm`: of one over each part's result.
+    `normed_residual`: parts are added to norm(x) times this number, not to x.
     """
 
     norm: str
     parts: tuple[NamedPart, ...]
     post_norm: str | None = None
+    normed_residual: float | None = None
 
 
 def decoder_layer(

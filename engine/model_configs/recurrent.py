@@ -1,4 +1,4 @@
-"""Settings of the mixers that keep a state: Mamba2, gated delta net, short conv. Torch-free."""
+"""Settings of the mixers that keep a state, of whatever tensors it is. Torch-free."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -206,3 +206,20 @@ def read_short_conv(reader: ConfigReader) -> ShortConvConfig:
             f"{reader.source}: 'conv_L_cache' is {config.conv_kernel}, expected at least 2"
         )
     return config
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class LightningAttentionConfig:
+    """Linear attention whose heads forget, each at a rate that follows from its place in the model.
+
+    `output_scale` multiplies what comes out.
+    """
+
+    num_heads: int
+    head_dim: int
+    output_scale: float = 1.0
+
+    def spec(self, dtype: str) -> MambaSpec:
+        """The cache contents of one such layer for one sequence: the sum of v k^T of each head."""
+        shape = (self.num_heads, self.head_dim, self.head_dim)
+        return MambaSpec(kind="lightning_attention", parts=(StatePart(shape),))

@@ -17,6 +17,7 @@ from engine.layers.attention import Attention
 from engine.layers.embedding import Embedding, output_head
 from engine.layers.experts import Experts
 from engine.layers.gated_delta_net import GatedDeltaNet
+from engine.layers.lightning_attention import LightningAttention
 from engine.layers.linear import Linear
 from engine.layers.mamba2 import Mamba2
 from engine.layers.mixer import ForwardPass, MakeFeedForward, MakeMixer, Part, ResidualBlock
@@ -28,7 +29,12 @@ from engine.layers.weights import Weights
 from engine.model_configs.attention import AttentionConfig
 from engine.model_configs.feed_forward import ExpertsConfig, MLPConfig
 from engine.model_configs.model_config import Block, FeedForwardConfig, ModelConfig
-from engine.model_configs.recurrent import GatedDeltaNetConfig, Mamba2Config, ShortConvConfig
+from engine.model_configs.recurrent import (
+    GatedDeltaNetConfig,
+    LightningAttentionConfig,
+    Mamba2Config,
+    ShortConvConfig,
+)
 from engine.model_configs.rope import RopeConfig
 
 MIXERS: Mapping[type, MakeMixer[Any]] = MappingProxyType(
@@ -37,6 +43,7 @@ MIXERS: Mapping[type, MakeMixer[Any]] = MappingProxyType(
         Mamba2Config: Mamba2,
         GatedDeltaNetConfig: GatedDeltaNet,
         ShortConvConfig: ShortConv,
+        LightningAttentionConfig: LightningAttention,
     }
 )
 FEED_FORWARD: Mapping[type, MakeFeedForward[Any]] = MappingProxyType(
@@ -121,6 +128,7 @@ def _block(
         load_norm(weights, block.norm, config),
         parts,
         None if block.post_norm is None else load_norm(weights, block.post_norm, config),
+        block.normed_residual,
     )
 
 

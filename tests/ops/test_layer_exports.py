@@ -1,4 +1,4 @@
-"""Both Mamba layers write the states that a step exports into their units, beside decodes."""
+"""Layers with a state write the states that a step exports into their units, beside decodes."""
 
 from collections.abc import Callable
 from math import inf
@@ -11,14 +11,21 @@ from torch import Tensor
 
 from engine.forward import ForwardBatch, SequenceLens, StateCache, StateExport, StateIndex
 from engine.layers.gated_delta_net import GatedDeltaNet
+from engine.layers.lightning_attention import LightningAttention
 from engine.layers.mamba2 import Mamba2
 from engine.layers.mixer import ForwardPass
+from engine.layers.short_conv import ShortConv
 from engine.layers.weights import Weights
 from engine.model_configs.model_config import ModelConfig
-from engine.model_configs.recurrent import GatedDeltaNetConfig, Mamba2Config
+from engine.model_configs.recurrent import (
+    GatedDeltaNetConfig,
+    LightningAttentionConfig,
+    Mamba2Config,
+    ShortConvConfig,
+)
 
 HIDDEN, HEADS, DIM, KERNEL, UNITS = 16, 4, 8, 4, 9
-CONV = 64  # channels through the convolution, in both layers
+CONV = 64  # channels through the convolution, in all layers that have one
 MODEL = ModelConfig(
     vocab_size=1,
     hidden_size=HIDDEN,
@@ -26,10 +33,10 @@ MODEL = ModelConfig(
     tie_word_embeddings=True,
     rms_norm_eps=1e-6,
     dtype="float32",
-    layers=(),
+    layers=((),) * 3,
 )
 
-Layer = GatedDeltaNet | Mamba2
+Layer = GatedDeltaNet | Mamba2 | ShortConv | LightningAttention
 
 
 def gated_delta_net(weights: Weights) -> Layer:
@@ -54,6 +61,22 @@ def mamba2(weights: Weights) -> Layer:
     return Mamba2(config, weights.below("m"), MODEL, (0, 0))
 
 
+def short_conv(weights: Weights) -> Layer:
+    config = ShortConvConfig(channels=CONV, conv_kernel=KERNEL)
+    return ShortConv(config, weights.below("m"), MODEL, (0, 0))
+
+
+def lightning_attention(weights: Weights) -> Layer:
+    config = LightningAttentionConfig(num_heads=HEADS, head_dim=DIM)
+    return LightningAttention(config, weights.below("m"), MODEL, (0, 0))
+
+
+BOTH = {
+    "conv1d.weight": (CONV, 1, KERNEL),
+    "A_log": (HEADS,),
+    "dt_bias": (HEADS,),
+    "out_proj.weight": (HIDDEN, HEADS * DIM),
+}
 SHAPES: dict[Callable[[Weights], Layer], dict[str, tuple[int, ...]]] = {
     gated_delta_net: {
         "in_proj_qkv.weight": (CONV, HIDDEN),
@@ -61,25 +84,32 @@ SHAPES: dict[Callable[[Weights], Layer], dict[str, tuple[int, ...]]] = {
         "in_proj_b.weight": (HEADS, HIDDEN),
         "in_proj_a.weight": (HEADS, HIDDEN),
         "norm.weight": (DIM,),
+        **BOTH,
     },
     mamba2: {
         "in_proj.weight": (HEADS * DIM + CONV + HEADS, HIDDEN),
         "D": (HEADS,),
         "norm.weight": (HEADS * DIM,),
+        **BOTH,
+    },
+    short_conv: {
+        "in_proj.weight": (3 * CONV, HIDDEN),
+        "conv.weight": (CONV, 1, KERNEL),
+        "out_proj.weight": (HIDDEN, CONV),
+    },
+    lightning_attention: {
+        "qkv_proj.weight": (3 * HEADS * DIM, HIDDEN),
+        "output_gate.weight": (HEADS * DIM, HIDDEN),
+        "norm.weight": (HEADS * DIM,),
+        "out_proj.weight": (HIDDEN, HEADS * DIM),
     },
 }
-BOTH = {
-    "conv1d.weight": (CONV, 1, KERNEL),
-    "A_log": (HEADS,),
-    "dt_bias": (HEADS,),
-    "out_proj.weight": (HIDDEN, HEADS * DIM),
-}
 
 
-@pytest.fixture(params=[gated_delta_net, mamba2], ids=lambda build: build.__name__)
+@pytest.fixture(params=SHAPES, ids=lambda build: build.__name__)
 def layer(request: pytest.FixtureRequest, tmp_path: Path) -> Layer:
     draw = torch.Generator().manual_seed(1)
-    shapes = SHAPES[request.param] | BOTH
+    shapes = SHAPES[request.param]
     stored = {f"m.{name}": torch.randn(shape, generator=draw) / 3 for name, shape in shapes.items()}
     save_file(stored, tmp_path / "model.safetensors")
     build: Callable[[Weights], Layer] = request.param
@@ -87,11 +117,13 @@ def layer(request: pytest.FixtureRequest, tmp_path: Path) -> Layer:
         return build(weights)
 
 
-def random_cache() -> StateCache:
+def random_cache(layer: Layer) -> StateCache:
     """The same contents every time."""
     draw = torch.Generator().manual_seed(2)
-    conv = torch.randn(UNITS, KERNEL - 1, CONV, generator=draw)
-    return StateCache((conv, torch.randn(UNITS, HEADS, DIM, DIM, generator=draw)))
+    shapes = ((KERNEL - 1, CONV), (HEADS, DIM, DIM))
+    if isinstance(layer, ShortConv | LightningAttention):
+        shapes = shapes[:1] if isinstance(layer, ShortConv) else shapes[1:]
+    return StateCache(tuple(torch.randn(UNITS, *shape, generator=draw) for shape in shapes))
 
 
 def step(
@@ -123,7 +155,7 @@ X = torch.randn(sum(LENS), HIDDEN, generator=torch.Generator().manual_seed(3))
 
 @pytest.mark.parametrize("export", EXPORTS, ids=str)
 def test_a_unit_receives_the_state_at_its_offset(layer: Layer, export: StateExport) -> None:
-    cache, alone = random_cache(), random_cache()
+    cache, alone = random_cache(layer), random_cache(layer)
     y = step(layer, X, cache, lens=LENS, units=SEQUENCES, exports=EXPORTS)
     place = 2 + export.segment
     start, unit = sum(LENS[:place]), SEQUENCES[place]
@@ -135,7 +167,7 @@ def test_a_unit_receives_the_state_at_its_offset(layer: Layer, export: StateExpo
 
 
 def test_exports_touch_their_units_only(layer: Layer) -> None:
-    cache, plain, before = random_cache(), random_cache(), random_cache()
+    cache, plain, before = (random_cache(layer) for _ in range(3))
     y = step(layer, X, cache, lens=LENS, units=SEQUENCES, exports=EXPORTS)
     expected = step(layer, X, plain, lens=LENS, units=SEQUENCES)
     torch.testing.assert_close(y, expected, rtol=2e-5, atol=2e-5)
