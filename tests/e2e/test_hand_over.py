@@ -42,7 +42,7 @@ from tests.support.nodes.pairs import (
 from tests.tiers import l_shape
 
 EACH_FAMILY_AND_TRANSPORT = pytest.mark.parametrize(
-    ("family", "transport"), l_shape(FAMILIES, TRANSPORTS, corner=("qwen3_5", "shm"))
+    ("family", "transport"), l_shape((*FAMILIES, "lfm2"), TRANSPORTS, corner=("qwen3_5", "shm"))
 )
 
 

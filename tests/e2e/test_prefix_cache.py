@@ -22,6 +22,7 @@ FAMILIES = (
     "granitemoehybrid",
     "falcon_h1",
     "bamba",
+    "lfm2",
 )
 TIGHT, ROOMY = 2 << 20, 16 << 20
 PRESSED = 2  # full-length requests that fit while 32 shorter ones ask
@@ -81,8 +82,9 @@ async def on_and_off(
     return on, await cluster.start("prefill", model)
 
 
-# Every day both memories and all kinds of groups; the families that are left out have the same.
-@pytest.mark.parametrize("family", everyday(FAMILIES, ("qwen3_5", "gemma3")))
+# Every day both memories, all kinds of groups, and states with and without a recurrence; the
+# families that are left out have the same.
+@pytest.mark.parametrize("family", everyday(FAMILIES, ("qwen3_5", "gemma3", "lfm2")))
 @pytest.mark.parametrize("memory", [ROOMY, TIGHT])
 async def test_one_by_one(
     shared: Cluster, checkpoints: dict[str, Path], family: str, memory: int

@@ -110,7 +110,9 @@ async def hit(node: NodeServer, prompt: tuple[int, ...]) -> NodeHit:
     return index.hits(RoutedPrompt(request_of(prompt))).get("node", NO_HIT)
 
 
-@pytest.mark.parametrize(("family", "block_size"), [("nemotron_h", 64), ("gemma3", 16)])
+@pytest.mark.parametrize(
+    ("family", "block_size"), [("nemotron_h", 64), ("gemma3", 16), ("lfm2", 16)]
+)
 async def test_what_the_tiers_hold_is_announced(
     cluster: Cluster, checkpoints: dict[str, Path], tmp_path: Path, *, family: str, block_size: int
 ) -> None:

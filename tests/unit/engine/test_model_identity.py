@@ -16,9 +16,15 @@ from engine.model_configs.config_reader import ConfigReader
 from engine.model_configs.feed_forward import ExpertsConfig, MLPConfig, RouterConfig
 from engine.model_configs.identity import NOT_COUNTED, ModelIdentity, identity_of
 from engine.model_configs.model_config import Block, ModelConfig, PartConfig
-from engine.model_configs.recurrent import GatedDeltaNetConfig, Mamba2Config
+from engine.model_configs.recurrent import (
+    GatedDeltaNetConfig,
+    LightningAttentionConfig,
+    Mamba2Config,
+    ShortConvConfig,
+)
 from engine.model_configs.rope import RopeConfig
 from tests.unit.engine.test_configs_hybrid import BAMBA, FALCON_H1, GEMMA3, GRANITE
+from tests.unit.engine.test_configs_lfm2 import LFM2
 from tests.unit.engine.test_configs_qwen import QWEN3, QWEN3_5
 
 NEMOTRON_H = QWEN3 | {
@@ -36,6 +42,7 @@ FILES: dict[str, dict[str, Any]] = {
     "GraniteMoeHybridForCausalLM": GRANITE,
     "FalconH1ForCausalLM": FALCON_H1,
     "BambaForCausalLM": BAMBA,
+    "Lfm2ForCausalLM": LFM2,
 }
 ATTENTION = AttentionConfig(
     num_heads=4, num_kv_heads=2, head_dim=16, scale=0.25, rope=RopeConfig(1e4, 8)
@@ -51,6 +58,8 @@ MAMBA2 = Mamba2Config(
     out_proj_bias=False,
     time_step_limit=(0.0, float("inf")),
 )
+SHORT_CONV = ShortConvConfig(channels=64, conv_kernel=3)
+LIGHTNING = LightningAttentionConfig(num_heads=4, head_dim=16)
 DELTA_NET = GatedDeltaNetConfig(key_heads=2, value_heads=4, key_dim=8, value_dim=8, conv_kernel=4)
 
 
@@ -71,7 +80,7 @@ EVERYTHING = ModelConfig(
     layers=(
         (block(ATTENTION), block(MLP, EXPERTS)),
         (block(MAMBA2, ATTENTION),),
-        (block(DELTA_NET),),
+        (block(DELTA_NET), block(SHORT_CONV), block(LIGHTNING)),
         (),
     ),
     renames=(("a", "b"),),
@@ -142,9 +151,10 @@ def test_every_field_of_a_config_counts_unless_it_is_listed() -> None:
         after = identity_of(config, "w")
         assert (after.digest == before.digest) == (name in NOT_COUNTED), name
     kinds = (ModelConfig, MLPConfig, ExpertsConfig, RouterConfig, AttentionConfig, RopeConfig)
+    states = (Mamba2Config, GatedDeltaNetConfig, ShortConvConfig, LightningAttentionConfig)
     every = {
         f"{kind.__name__}.{field.name}"
-        for kind in (*kinds, Mamba2Config, GatedDeltaNetConfig)
+        for kind in (*kinds, *states)
         for field in dataclasses.fields(kind)
     }
     nested = {
@@ -161,10 +171,12 @@ def test_order_and_number_of_layers_count() -> None:
     layers = EVERYTHING.layers
     others = (
         *(layers[::-1], layers[:-1], (*layers, ()), (*layers, layers[0][::-1])),
-        # The same parts in other blocks, and normed once more.
+        # The same parts in other blocks, normed once more, and added to something else.
         (*layers, (block(MLP, ATTENTION),)),
         (*layers, (block(MLP), block(ATTENTION))),
         (*layers, (block(MLP, ATTENTION, post_norm="norm"),)),
+        (*layers, (dataclasses.replace(block(MLP, ATTENTION), normed_residual=1.0),)),
+        (*layers, (dataclasses.replace(block(MLP, ATTENTION), normed_residual=2.0),)),
     )
     found = {
         identity_of(dataclasses.replace(EVERYTHING, layers=other), "w").digest
@@ -220,9 +232,9 @@ def test_what_changes_no_result_changes_no_identity(
 def test_what_changes_results_changes_the_identity(architecture: str) -> None:
     changes: list[dict[str, Any]] = [
         {},
-        {"rms_norm_eps": 1e-3},
+        {"norm_eps" if architecture == "Lfm2ForCausalLM" else "rms_norm_eps": 1e-3},
         {"dtype": "bfloat16"},
-        {"intermediate_size": 128},
+        {"intermediate_size": 512},
         {"vocab_size": 101},
     ]
     if architecture == "Gemma3ForCausalLM":
