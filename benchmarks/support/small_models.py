@@ -109,6 +109,24 @@ def configs(context: int) -> dict[str, PretrainedConfig]:
             block_auto_adjust_ff_dim=False,
             **both,
         ),
+        "lfm2_moe": transformers.Lfm2MoeConfig(
+            num_hidden_layers=4,
+            layer_types=["conv", "full_attention"] * 2,
+            num_dense_layers=1,
+            num_experts=5,
+            num_experts_per_tok=2,
+            moe_intermediate_size=48,
+            **both,
+        ),
+        "minimax": transformers.MiniMaxConfig(
+            num_hidden_layers=4,
+            layer_types=["linear_attention", "full_attention"] * 2,
+            num_local_experts=4,
+            full_attn_alpha_factor=1.5,
+            linear_attn_alpha_factor=1.5,
+            mlp_alpha_factor=1.5,
+            **both,
+        ),
     }
 
 

@@ -17,6 +17,8 @@ from engine.families import (
     gemma3,
     granite_moe_hybrid,
     lfm2,
+    lfm2_moe,
+    minimax,
     nemotron_h,
     qwen,
 )
@@ -40,6 +42,8 @@ ARCHITECTURES: Mapping[str, Callable[[ConfigReader], ModelConfig]] = MappingProx
         "FalconH1ForCausalLM": falcon_h1.read,
         "BambaForCausalLM": bamba.read,
         "Lfm2ForCausalLM": lfm2.read,
+        "Lfm2MoeForCausalLM": lfm2_moe.read,
+        "MiniMaxForCausalLM": minimax.read,
     }
 )
 

@@ -45,5 +45,5 @@ def spell_as_in_2025(folder: Path) -> None:
 class TestLfm2(ParityTests):
     CASES: ClassVar = {
         "adjusted": Case(Lfm2Config(**LFM2), spell_as_in_2025),
-        "biased": Case(Lfm2Config(**BIASED), embed=0.02),
+        "biased": Case(Lfm2Config(**BIASED), seed=12, embed=0.02),
     }

@@ -1,4 +1,4 @@
-"""Reading config.json of LFM2: files as published, spellings, defaults, refusals."""
+"""Reading config.json of LFM2 and LFM2-MoE: files as published, spellings, defaults, refusals."""
 
 import json
 from typing import Any
@@ -12,7 +12,7 @@ from engine.kv_cache.arena_plan import plan_arena
 from engine.kv_cache.spec import FullAttentionSpec, MambaSpec, StatePart
 from engine.model_configs.attention import AttentionConfig
 from engine.model_configs.config_reader import ConfigReader
-from engine.model_configs.feed_forward import MLPConfig
+from engine.model_configs.feed_forward import ExpertsConfig, MLPConfig, RouterConfig, Scoring
 from engine.model_configs.model_config import ModelConfig, renamed
 from engine.model_configs.rope import RopeConfig
 
@@ -29,6 +29,19 @@ PUBLISHED = """{
   "num_attention_heads": 32, "num_heads": 32, "num_hidden_layers": 16, "num_key_value_heads": 8,
   "pad_token_id": 0, "rope_theta": 1000000.0, "torch_dtype": "bfloat16",
   "transformers_version": "4.54.0", "use_cache": true, "use_pos_enc": true, "vocab_size": 65536
+}"""
+# LFM2-8B-A1B; its 24 layers are cut to six.
+PUBLISHED_MOE = """{
+  "architectures": ["Lfm2MoeForCausalLM"], "bos_token_id": 1, "conv_L_cache": 3,
+  "conv_bias": false, "dtype": "bfloat16", "eos_token_id": 7, "hidden_size": 2048,
+  "initializer_range": 0.02, "intermediate_size": 7168,
+  "layer_types": ["conv", "conv", "full_attention", "conv", "conv", "conv"],
+  "max_position_embeddings": 128000, "model_type": "lfm2_moe", "moe_intermediate_size": 1792,
+  "norm_eps": 1e-05, "norm_topk_prob": true, "num_attention_heads": 32, "num_dense_layers": 2,
+  "num_experts": 32, "num_experts_per_tok": 4, "num_hidden_layers": 6, "num_key_value_heads": 8,
+  "pad_token_id": 0, "rope_theta": 1000000.0, "routed_scaling_factor": 1.0,
+  "transformers_version": "4.56.0", "use_cache": true, "use_expert_bias": true,
+  "vocab_size": 65536
 }"""
 LFM2: dict[str, Any] = {
     "hidden_size": 64,
@@ -62,6 +75,25 @@ def test_a_published_file() -> None:
     # A state is smaller than a block of 16 tokens, and still has a unit of its own.
     plan = plan_arena(config.groups, 16, 1 << 30)
     assert (plan.state_bytes, plan.unit_bytes, plan.blocks_per_unit) == (81_920, 196_608, (1, 1))
+
+
+def test_a_published_file_with_experts() -> None:
+    config = read(json.loads(PUBLISHED_MOE))
+    router = RouterConfig(
+        count=32, top_k=4, scoring=Scoring.SIGMOID, floor=1e-6, correction_bias=True
+    )
+    dense, sparse = (
+        MLPConfig(intermediate_size=7168),
+        ExpertsConfig(router=router, intermediate_size=1792),
+    )
+    last = [block.parts for _, block in config.layers]
+    assert last == [(("feed_forward", part),) for part in (dense,) * 2 + (sparse,) * 4]
+    bias = "model.layers.2.feed_forward"
+    renames = config.renames
+    assert renamed(f"{bias}.expert_bias", renames) == f"{bias}.gate.e_score_correction_bias"
+    assert renamed(f"{bias}.experts.3.w3.weight", renames) == f"{bias}.experts.3.up_proj.weight"
+    with pytest.raises(CheckpointError, match="num_experts_per_tok"):
+        read(json.loads(PUBLISHED_MOE) | {"num_experts": 3})
 
 
 def test_both_spellings_mean_the_same() -> None:

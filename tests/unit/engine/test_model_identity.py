@@ -25,6 +25,7 @@ from engine.model_configs.recurrent import (
 from engine.model_configs.rope import RopeConfig
 from tests.unit.engine.test_configs_hybrid import BAMBA, FALCON_H1, GEMMA3, GRANITE
 from tests.unit.engine.test_configs_lfm2 import LFM2
+from tests.unit.engine.test_configs_minimax import MINIMAX
 from tests.unit.engine.test_configs_qwen import QWEN3, QWEN3_5
 
 NEMOTRON_H = QWEN3 | {
@@ -43,6 +44,7 @@ FILES: dict[str, dict[str, Any]] = {
     "FalconH1ForCausalLM": FALCON_H1,
     "BambaForCausalLM": BAMBA,
     "Lfm2ForCausalLM": LFM2,
+    "MiniMaxForCausalLM": MINIMAX,
 }
 ATTENTION = AttentionConfig(
     num_heads=4, num_kv_heads=2, head_dim=16, scale=0.25, rope=RopeConfig(1e4, 8)
