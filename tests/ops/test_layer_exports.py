@@ -120,7 +120,7 @@ def layer(request: pytest.FixtureRequest, tmp_path: Path) -> Layer:
 def random_cache(layer: Layer) -> StateCache:
     """The same contents every time."""
     draw = torch.Generator().manual_seed(2)
-    shapes = ((KERNEL - 1, CONV), (HEADS, DIM, DIM))
+    shapes: tuple[tuple[int, ...], ...] = ((KERNEL - 1, CONV), (HEADS, DIM, DIM))
     if isinstance(layer, ShortConv | LightningAttention):
         shapes = shapes[:1] if isinstance(layer, ShortConv) else shapes[1:]
     return StateCache(tuple(torch.randn(UNITS, *shape, generator=draw) for shape in shapes))

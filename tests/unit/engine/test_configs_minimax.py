@@ -65,9 +65,9 @@ def test_a_published_file() -> None:
 
 def test_factors_are_of_kinds_of_layers_and_fold_into_the_parts() -> None:
     kinds = ("full_attn", "linear_attn", "mlp")
-    factors = {f"{kind}_alpha_factor": number for number, kind in enumerate(kinds, 2)}
-    factors |= {f"{kind}_beta_factor": number / 8 for number, kind in enumerate(kinds, 2)}
-    config = read(MINIMAX | factors)
+    alphas = {f"{kind}_alpha_factor": number for number, kind in enumerate(kinds, 2)}
+    betas = {f"{kind}_beta_factor": number / 8 for number, kind in enumerate(kinds, 2)}
+    config = read(MINIMAX | alphas | betas)
     # Without `layer_types` every second layer is lightning attention, as in transformers.
     (first, mlp), (second, _) = config.layers[:2]
     assert [block.normed_residual for block in (first, second, mlp)] == [2.0, 3.0, 4.0]
