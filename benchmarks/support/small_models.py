@@ -3,8 +3,10 @@
 For tests, and for `benchmarks.gpu`, which compares a device with a CPU. Knows no engine.
 """
 
+from collections.abc import Mapping
 from itertools import chain
 from types import MappingProxyType
+from typing import Any
 
 import torch
 import transformers
@@ -103,6 +105,13 @@ def configs(context: int) -> dict[str, PretrainedConfig]:
             mamba_d_state=16,
             **both,
         ),
+        **_with_other_states(both),
+    }
+
+
+def _with_other_states(both: Mapping[str, Any]) -> dict[str, PretrainedConfig]:
+    """Convolution rows alone, and a recurrence without a convolution."""
+    return {
         "lfm2": transformers.Lfm2Config(
             num_hidden_layers=5,
             layer_types=["conv", "conv", "full_attention", "conv", "full_attention"],
