@@ -50,11 +50,15 @@ def ssd_step(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, state: Tens
 
 
 def _read(by_group: Tensor, c: Tensor) -> Tensor:
-    """[S, G, rows, N] times [S, G, N] -> [S, 1, G * rows].
+    """[S, G, rows, N] times [S, G, N] -> G * rows numbers for each sequence.
 
     A row vector times the transposed state: the other way round, batched products are 7x slower on
-    CPU. One product per group, since a state that is strided by unit must not be copied.
+    CPU. One product per group or per sequence, whichever are fewer, since a state that is strided
+    by unit must not be copied.
     """
+    if c.shape[0] < c.shape[1]:
+        pairs = zip(c.unsqueeze(2), by_group.transpose(2, 3), strict=True)
+        return torch.stack([torch.bmm(query, state) for query, state in pairs])
     parts = [
         torch.bmm(c[:, group : group + 1], by_group[:, group].transpose(1, 2))
         for group in range(c.shape[1])
