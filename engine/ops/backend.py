@@ -62,10 +62,10 @@ class CausalConv1d(Protocol):
 
 
 class GatedDeltaRule(Protocol):
-    """arXiv 2412.06464: q, k [T, Hk, dk], v [T, Hv, dv], g and beta float32 [T, Hv].
+    """arXiv 2412.06464 and 2510.26692: q, k [T, Hk, dk], v [T, Hv, dv], beta float32 [T, Hv].
 
-    `g` is the log of the decay; q and k are normed here. A state is float32 [Hv, dk, dv]. Returns
-    float32 [T, Hv, dv].
+    `g` float32 is the log of the decay by head [T, Hv] or by key channel [T, Hv, dk]; q and k are
+    normed here. A state is float32 [Hv, dk, dv]. Returns float32 [T, Hv, dv].
     """
 
     def __call__(

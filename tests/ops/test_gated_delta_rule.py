@@ -12,6 +12,10 @@ from engine.ops.scratch import Scratch
 KEY_HEADS, KEY_DIM, VALUE_DIM = 2, 16, 24
 SEGMENTS = [[1], [15], [63], [64], [65], [128], [300, 1, 77], [64, 64], [1, 1, 65]]
 
+BY_HEAD_AND_CHANNEL = pytest.mark.parametrize(
+    "by_channel", [False, True], ids=["by head", "by channel"]
+)
+
 
 @dataclass(slots=True, frozen=True)
 class Case:
@@ -29,14 +33,22 @@ class Case:
         return Case(*(field.double() for field in fields))
 
 
-def case(tokens: int, sequences: int, *, value_heads: int = 4, slow: bool = False) -> Case:
+def case(
+    tokens: int,
+    sequences: int,
+    *,
+    value_heads: int = 4,
+    slow: bool = False,
+    by_channel: bool = False,
+) -> Case:
     """`slow`: decays near one; otherwise from one to nothing, down to exp(-1000) in a step."""
     draw = torch.Generator().manual_seed(tokens)
 
     def rand(*shape: int) -> Tensor:
         return torch.randn(shape, generator=draw)
 
-    g = -torch.exp(rand(tokens, value_heads) * 3 - (6 if slow else 1))
+    heads = (tokens, value_heads, *[KEY_DIM][: int(by_channel)])
+    g = -torch.exp(rand(*heads) * 3 - (6 if slow else 1))
     return Case(
         q=rand(tokens, KEY_HEADS, KEY_DIM),
         k=rand(tokens, KEY_HEADS, KEY_DIM),
@@ -54,8 +66,11 @@ def worst(got: tuple[Tensor, ...], truth: tuple[Tensor, ...]) -> float:
 
 @pytest.mark.parametrize("lens", SEGMENTS, ids=str)
 @pytest.mark.parametrize(("value_heads", "slow"), [(2, True), (4, False)])
-def test_chunk_is_as_exact_as_the_recurrence(lens: list[int], value_heads: int, slow: bool) -> None:
-    one = case(sum(lens), len(lens), value_heads=value_heads, slow=slow)
+@BY_HEAD_AND_CHANNEL
+def test_chunk_is_as_exact_as_the_recurrence(
+    lens: list[int], *, value_heads: int, slow: bool, by_channel: bool
+) -> None:
+    one = case(sum(lens), len(lens), value_heads=value_heads, slow=slow, by_channel=by_channel)
     before = one.initial.clone()
 
     def run(op: object, c: Case) -> tuple[Tensor, Tensor]:
@@ -71,8 +86,11 @@ def test_chunk_is_as_exact_as_the_recurrence(lens: list[int], value_heads: int, 
 
 @pytest.mark.parametrize("sequences", [1, 3, 9])
 @pytest.mark.parametrize("value_heads", [2, 4])
-def test_step_equals_naive_and_moves_only_its_view(sequences: int, value_heads: int) -> None:
-    c = case(sequences, sequences, value_heads=value_heads)
+@BY_HEAD_AND_CHANNEL
+def test_step_equals_naive_and_moves_only_its_view(
+    sequences: int, value_heads: int, by_channel: bool
+) -> None:
+    c = case(sequences, sequences, value_heads=value_heads, by_channel=by_channel)
     stride = c.initial[0].numel() + 50
     arena = torch.full((sequences, stride), 7.0)
     view = arena.as_strided(c.initial.shape, (stride, *c.initial.stride()[1:]), 13)
@@ -85,8 +103,9 @@ def test_step_equals_naive_and_moves_only_its_view(sequences: int, value_heads: 
     assert torch.equal(arena, torch.full_like(arena, 7.0))
 
 
-def test_a_sequence_may_be_cut_anywhere() -> None:
-    c = case(250, 1)
+@BY_HEAD_AND_CHANNEL
+def test_a_sequence_may_be_cut_anywhere(by_channel: bool) -> None:
+    c = case(250, 1, by_channel=by_channel)
     whole, final, _ = fast.chunk(
         c.q, c.k, c.v, c.g, beta=c.beta, query_lens=[250], initial=c.initial
     )

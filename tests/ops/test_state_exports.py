@@ -46,6 +46,14 @@ def delta(
     return chunk(q, k, v, g, beta=beta, query_lens=lens, initial=initial, exports=at)
 
 
+def delta_by_channel(
+    chunk: Chunk, rows: list[Tensor], lens: list[int], initial: Tensor, at: Exports
+) -> Results:
+    *qkv, rate, gate = rows
+    g, beta = -rate.exp(), gate[..., 0].sigmoid()
+    return chunk(*qkv, g, beta=beta, query_lens=lens, initial=initial, exports=at)
+
+
 def ssd(chunk: Chunk, rows: list[Tensor], lens: list[int], initial: Tensor, at: Exports) -> Results:
     x, b, c, dt = rows
     dt = dt[..., 0].sigmoid() / 2
@@ -73,6 +81,13 @@ GATES, STATE = (HEADS, 2), (HEADS, DIM, DIM)
 OPS = [
     Op(conv, fast_conv.conv_chunk, naive_conv.conv_chunk, [(DIM,)], (KERNEL - 1, DIM)),
     Op(delta, fast_delta.chunk, naive_delta.chunk, [NARROW, NARROW, WIDE, GATES], STATE),
+    Op(
+        delta_by_channel,
+        fast_delta.chunk,
+        naive_delta.chunk,
+        [NARROW, NARROW, WIDE, WIDE, GATES],
+        STATE,
+    ),
     Op(ssd, fast_ssd.ssd_chunk, naive_ssd.ssd_chunk, [WIDE, NARROW, NARROW, GATES], STATE),
 ]
 

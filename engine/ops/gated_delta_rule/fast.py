@@ -2,7 +2,8 @@
 
 `step` and `chunk` have the signatures of `naive.py`, and `scratch`. The chunk form is the UT
 transform of arXiv 2412.06464: work inside chunks is one batch over all chunks of all segments, a
-short scan carries the state.
+short scan carries the state. Decays by head are a matrix beside q k^T; decays by channel (arXiv
+2510.26692) are inside of the product, which is then put together from blocks.
 """
 
 from collections.abc import Sequence
@@ -16,6 +17,12 @@ from engine.ops.chunk_grid import LOG2_E, ChunkGrid
 from engine.ops.gated_delta_rule.naive import NORM_EPS
 from engine.ops.scratch import Scratch
 from engine.ops.state_pool import move_states
+
+Pairs = tuple[Tensor, Tensor, Tensor, Tensor]
+"""q k^T and k k^T [chunks, Hv, C, C], decayed, the first with zeros above its diagonal.
+
+Then the decay from each chunk's start, and to its end: [chunks, Hv, C, 1 or dk].
+"""
 
 
 def gated_delta_rule(
@@ -51,14 +58,14 @@ def step(
     state: Tensor,
     scratch: Scratch,
 ) -> Tensor:
-    """One token of every sequence: q, k [S, Hk, dk], v [S, Hv, dv], g and beta [S, Hv] float32.
+    """One token of every sequence: q, k [S, Hk, dk], v [S, Hv, dv], beta [S, Hv] float32.
 
-    `state` [S, Hv, dk, dv] float32, possibly strided, is updated IN PLACE. Returns [S, Hv, dv]
-    float32.
+    `g` [S, Hv] or [S, Hv, dk] float32. `state` [S, Hv, dk, dv] float32, possibly strided, is
+    updated IN PLACE. Returns [S, Hv, dv] float32.
     """
     repeats = v.shape[1] // k.shape[1]
     kq = _per_value_head(_unit_(torch.stack([k, q], dim=2).float()), repeats)
-    decay = g.exp().unsqueeze(-1).unsqueeze(-1)
+    decay = g.exp().view(*g.shape[:2], -1, 1)
     # A strided state would be copied for the product anyway; so the copy takes the decay along.
     decayed = torch.mul(state, decay, out=scratch.take("state", tuple(state.shape), state))
     seen, kept = torch.matmul(kq, decayed).unbind(2)
@@ -89,26 +96,76 @@ def chunk(
     grid = ChunkGrid.over(query_lens, q.device, exports)
     repeats = v.shape[1] // k.shape[1]
     q, k = (_unit_(grid.spread(x)) for x in (q, k))
-    v, rate = grid.spread(v), grid.spread(beta).unsqueeze(-1)
+    v, rate, g = grid.spread(v), grid.spread(beta).unsqueeze(-1), grid.spread(g)
+    attention, system, decay, to_end = (_by_head if g.dim() == 3 else _by_channel)(q, k, g)
+    q, k = (_per_value_head(x, repeats) for x in (q, k))
+    # Inside a chunk each token's write depends on all before it: one triangular system per chunk
+    # gives what would be written from a zero state, and how a real one changes that.
+    system = system.mul_(rate)
+    new_v, reads = _solve(system, v.mul_(rate)), _solve(system, k * (decay * rate))
+    writes = (k * to_end).transpose(-1, -2)
+    over = decay[:, :, -1].unsqueeze(-1)
+    starts, final = _scan(grid, over, writes, reads=reads, new_v=new_v, initial=initial)
+    o = ((q * decay) @ starts).add_(attention @ new_v)
+    o = grid.collect(o).mul_(q.shape[-1] ** -0.5)
+    return o, final, grid.exported(starts, final)
+
+
+def _by_head(q: Tensor, k: Tensor, g: Tensor) -> Pairs:
+    """Decays [chunks, Hv, C], the same for all channels: every pair of tokens has one factor."""
+    repeats = g.shape[1] // k.shape[1]
     # Strong decays add up to thousands; float32 would blur the difference of two neighbours there.
-    log_decay = grid.spread(g).cumsum(-1, dtype=torch.float64).mul_(LOG2_E)
+    log_decay = g.cumsum(-1, dtype=torch.float64).mul_(LOG2_E)
     keys = k.transpose(-1, -2)
     # Decay from token j to token i of a chunk. Above the diagonal nobody reads it, but unclamped it
     # would overflow.
     pairs = (log_decay.unsqueeze(-1) - log_decay.unsqueeze(-2)).float().clamp_(max=0).exp2_()
     attention = (_per_value_head(q @ keys, repeats) * pairs).tril_()
-    system = pairs.mul_(_per_value_head(k @ keys, repeats)).mul_(rate)
-    q, k = (_per_value_head(x, repeats) for x in (q, k))
+    system = pairs.mul_(_per_value_head(k @ keys, repeats))
     decay = log_decay.exp2().float().unsqueeze(-1)
     to_end = (log_decay[..., -1:] - log_decay).exp2_().float().unsqueeze(-1)
-    # Inside a chunk each token's write depends on all before it: one triangular system per chunk
-    # gives what would be written from a zero state, and how a real one changes that.
-    new_v, reads = _solve(system, v.mul_(rate)), _solve(system, k * (decay * rate))
-    writes = (k * to_end).transpose(-1, -2)
-    starts, final = _scan(grid, decay[:, :, -1:], writes, reads=reads, new_v=new_v, initial=initial)
-    o = ((q * decay) @ starts).add_(attention @ new_v)
-    o = grid.collect(o).mul_(q.shape[-1] ** -0.5)
-    return o, final, grid.exported(starts, final)
+    return attention, system, decay, to_end
+
+
+def _by_channel(q: Tensor, k: Tensor, g: Tensor) -> Pairs:
+    """Decays [chunks, Hv, C, dk]: products of blocks of 1, 2, 4, ... tokens with the block after.
+
+    Decays meet at the border between the two, so no factor is above 1 and none overflows, however
+    strong they are; they are products of decays, so none is a small difference of large sums.
+
+        rows of the later block     q_i * (decay from the border to i)
+        columns of the earlier one  k_j * (decay from j to the border)
+    """
+    repeats = g.shape[1] // k.shape[1]
+    q, k = (_per_value_head(x, repeats) for x in (q, k))
+    decay = g.mul_(LOG2_E).exp2_()  # from the start of each token's block
+    to_end = torch.ones_like(decay)  # to the end of it
+    attention = torch.linalg.vecdot(q, k).diag_embed()
+    system = torch.zeros_like(attention)
+    half, pairs = 1, q.shape[2] // 2
+    while pairs:
+        (k_first, k_then), (_, q_then) = _halves(k, half), _halves(q, half)
+        (before, after), (rest, _) = _halves(decay, half), _halves(to_end, half)
+        columns = (k_first * rest).transpose(-1, -2)
+        for matrix, rows in ((attention, q_then), (system, k_then)):
+            blocks = matrix.view(*q.shape[:2], pairs, 2, half, pairs, 2, half)
+            # Of all blocks, those beside the diagonal: [chunks, Hv, half, half, pairs].
+            corner = blocks[:, :, :, 1, :, :, 0].diagonal(dim1=2, dim2=4)
+            corner.copy_(((rows * after) @ columns).movedim(2, -1))
+        # The two become one block. `rest` first: it needs `after` as it is.
+        rest.mul_(after[..., -1:, :])
+        after.mul_(before[..., -1:, :])
+        half, pairs = 2 * half, pairs // 2
+    return attention, system, decay, to_end
+
+
+def _halves(x: Tensor, half: int) -> tuple[Tensor, Tensor]:
+    """Of x [chunks, H, C, D] each run of `half` tokens and the run after it, as views.
+
+    Both are [chunks, H, C / (2 * half), half, D].
+    """
+    first, then = x.view(*x.shape[:2], -1, 2, half, x.shape[3]).unbind(3)
+    return first, then
 
 
 def _unit_(x: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 Per value head, with a state S [dk, dv] and unit-length k (Yang et al., "Gated Delta Networks",
 arXiv 2412.06464): S <- exp(g) S, then S <- S + k (beta (v - k^T S))^T, then o = S^T q / sqrt(dk).
+g is one number, or one for each of the dk rows of S (Kimi Linear, arXiv 2510.26692).
 """
 
 from collections.abc import Sequence
@@ -13,16 +14,16 @@ NORM_EPS = 1e-6
 
 
 def step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, *, beta: Tensor, state: Tensor) -> Tensor:
-    """One token of every sequence: q, k [S, Hk, dk], v [S, Hv, dv], g and beta [S, Hv].
+    """One token of every sequence: q, k [S, Hk, dk], v [S, Hv, dv], beta [S, Hv].
 
-    `g` is the log of the decay (at most 0); q and k are not yet normalised. `state` [S, Hv, dk, dv]
-    (float32, or float64 for a reference) is updated IN PLACE. Returns [S, Hv, dv] in the state's
-    dtype.
+    `g` [S, Hv] or [S, Hv, dk] is the log of the decay (at most 0); q and k are not yet normalised.
+    `state` [S, Hv, dk, dv] (float32, or float64 for a reference) is updated IN PLACE. Returns
+    [S, Hv, dv] in the state's dtype.
     """
     repeats = v.shape[1] // k.shape[1]
     q, k = (_unit(x.to(state.dtype)).repeat_interleave(repeats, 1) for x in (q, k))
     g, beta, v = (x.to(state.dtype) for x in (g, beta, v))
-    state *= g.exp()[..., None, None]
+    state *= g.exp().view(*g.shape[:2], -1, 1)
     seen = torch.einsum("shkv,shk->shv", state, k)
     state += torch.einsum("shk,shv->shkv", k, (v - seen) * beta.unsqueeze(-1))
     o: Tensor = torch.einsum("shkv,shk->shv", state, q)
