@@ -17,7 +17,16 @@ from benchmarks.gpu.asking import (
 from benchmarks.gpu.checkpoints import small
 from benchmarks.gpu.sheet import Setting, Sheet
 
-FAMILIES = ("qwen3", "qwen3_5", "nemotron_h", "gemma3", "granitemoehybrid", "falcon_h1", "bamba")
+FAMILIES = (
+    "qwen3",
+    "qwen3_5",
+    "nemotron_h",
+    "gemma3",
+    "granitemoehybrid",
+    "falcon_h1",
+    "bamba",
+    "kimi_linear",
+)
 ALLOWED = 2e-3
 SIXTEEN_BITS = ("qwen3_5", "nemotron_h")
 

@@ -110,7 +110,7 @@ def configs(context: int) -> dict[str, PretrainedConfig]:
 
 
 def _with_other_states(both: Mapping[str, Any]) -> dict[str, PretrainedConfig]:
-    """Convolution rows alone, and a recurrence without a convolution."""
+    """Convolution rows alone, a recurrence without a convolution, and latent attention."""
     return {
         "lfm2": transformers.Lfm2Config(
             num_hidden_layers=5,
@@ -135,6 +135,20 @@ def _with_other_states(both: Mapping[str, Any]) -> dict[str, PretrainedConfig]:
             linear_attn_alpha_factor=1.5,
             mlp_alpha_factor=1.5,
             **both,
+        ),
+        "kimi_linear": transformers.KimiLinearConfig(
+            num_hidden_layers=4,
+            layer_types=["linear_attention", "full_attention"] * 2,
+            linear_num_heads=3,
+            linear_head_dim=16,
+            kv_lora_rank=40,
+            qk_nope_head_dim=16,
+            qk_rope_head_dim=8,
+            v_head_dim=24,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=32,
+            **{**both, "num_key_value_heads": 4, "pad_token_id": 0, "bos_token_id": 1},
         ),
     }
 

@@ -16,6 +16,7 @@ from engine.families import (
     falcon_h1,
     gemma3,
     granite_moe_hybrid,
+    kimi_linear,
     lfm2,
     lfm2_moe,
     minimax,
@@ -44,6 +45,7 @@ ARCHITECTURES: Mapping[str, Callable[[ConfigReader], ModelConfig]] = MappingProx
         "Lfm2ForCausalLM": lfm2.read,
         "Lfm2MoeForCausalLM": lfm2_moe.read,
         "MiniMaxForCausalLM": minimax.read,
+        "KimiLinearForCausalLM": kimi_linear.read,
     }
 )
 

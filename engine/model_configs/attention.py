@@ -1,9 +1,9 @@
-"""Settings of attention, and which layers have it. Torch-free."""
+"""Settings of attention and latent attention, and which layers have it. Torch-free."""
 
 from dataclasses import dataclass
 
 from engine.errors import CheckpointError
-from engine.kv_cache.spec import FullAttentionSpec, SlidingWindowSpec
+from engine.kv_cache.spec import FullAttentionSpec, LatentAttentionSpec, SlidingWindowSpec
 from engine.model_configs.config_reader import ConfigReader
 from engine.model_configs.rope import RopeConfig, read_rope
 
@@ -56,6 +56,60 @@ def read_attention(reader: ConfigReader, rotary: float | None = None) -> Attenti
         bias=reader.get("attention_bias", bool, False),
         scale=head_dim**-0.5,
         rope=None if rotary is None else read_rope(reader, head_dim, rotary),
+    )
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class LatentAttentionConfig:
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434), without rotation.
+
+    Of each token a latent of `kv_lora_rank` channels is kept, and `qk_rope_head_dim` channels of
+    keys that all heads share. From the latent a head gets its other `qk_nope_head_dim` channels of
+    a key and `v_head_dim` of a value. Queries come from a latent of their own where `q_lora_rank`
+    is set. Scores are q k^T * `scale`; `norm_eps` is of the latents' norms.
+    """
+
+    num_heads: int
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    scale: float
+    norm_eps: float
+    q_lora_rank: int | None = None
+
+    @property
+    def qk_head_dim(self) -> int:
+        """Channels of one head's query."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def width(self) -> int:
+        """Channels that are kept of a token."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+    def spec(self, dtype: str) -> LatentAttentionSpec:
+        """The cache contents of one such layer per token."""
+        return LatentAttentionSpec(1, self.width, dtype)
+
+
+def read_latent_attention(reader: ConfigReader) -> LatentAttentionConfig:
+    """Reads heads, ranks and sizes by the names of DeepSeek-V2. Raises CheckpointError."""
+    heads = reader.require("num_attention_heads", int)
+    reader.require_one_of("num_key_value_heads", [heads])
+    reader.require_one_of("attention_bias", [False])
+    nope = reader.require("qk_nope_head_dim", int)
+    rope = reader.require("qk_rope_head_dim", int)
+    return LatentAttentionConfig(
+        num_heads=heads,
+        kv_lora_rank=reader.require("kv_lora_rank", int),
+        qk_nope_head_dim=nope,
+        qk_rope_head_dim=rope,
+        v_head_dim=reader.require("v_head_dim", int),
+        scale=(nope + rope) ** -0.5,
+        # The models' own code makes these norms with its class's default, not `rms_norm_eps`.
+        norm_eps=1e-6,
+        q_lora_rank=reader.get("q_lora_rank", int, None),
     )
 
 

@@ -64,13 +64,15 @@ class ConfigReader:
             raise CheckpointError(f"{self.source}: {key!r} is {values!r}, expected {count} numbers")
         return tuple(self._typed(key, value, float) for value in values)
 
-    def layer_types(self, default: Sequence[str], kinds: Sequence[str]) -> tuple[str, ...]:
-        """The list `layer_types`, else `default`; one of `kinds` for each hidden layer."""
-        types = tuple(self.get("layer_types", list, default))
+    def layer_types(
+        self, default: Sequence[str], kinds: Sequence[str], *, key: str = "layer_types"
+    ) -> tuple[str, ...]:
+        """The list `key`, else `default`; one of `kinds` for each hidden layer."""
+        types = tuple(self.get(key, list, default))
         count = self.require("num_hidden_layers", int)
         if len(types) != count or not all(kind in kinds for kind in types):
             raise CheckpointError(
-                f"{self.source}: 'layer_types' {types!r} must name {count} layers, "
+                f"{self.source}: {key!r} {types!r} must name {count} layers, "
                 f"each one of {', '.join(kinds)}"
             )
         return types

@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.kv_cache.spec import KVCacheGroup, LayerSpec, form_groups
-from engine.model_configs.attention import AttentionConfig
+from engine.model_configs.attention import AttentionConfig, LatentAttentionConfig
 from engine.model_configs.config_reader import ConfigReader
 from engine.model_configs.feed_forward import ExpertsConfig, MLPConfig
 from engine.model_configs.recurrent import (
     GatedDeltaNetConfig,
+    KimiDeltaAttentionConfig,
     LightningAttentionConfig,
     Mamba2Config,
     ShortConvConfig,
@@ -26,10 +27,12 @@ from engine.model_configs.recurrent import (
 
 MixerConfig = (
     AttentionConfig
+    | LatentAttentionConfig
     | Mamba2Config
     | GatedDeltaNetConfig
     | ShortConvConfig
     | LightningAttentionConfig
+    | KimiDeltaAttentionConfig
 )
 """A part that keeps something in the cache: its `spec` says what."""
 FeedForwardConfig = MLPConfig | ExpertsConfig

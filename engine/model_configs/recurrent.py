@@ -223,3 +223,43 @@ class LightningAttentionConfig:
         """The cache contents of one such layer for one sequence: the sum of v k^T of each head."""
         shape = (self.num_heads, self.head_dim, self.head_dim)
         return MambaSpec(kind="lightning_attention", parts=(StatePart(shape),))
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class KimiDeltaAttentionConfig:
+    """One mixer; queries, keys and values have `num_heads` heads of `head_dim` channels each."""
+
+    num_heads: int
+    head_dim: int
+    conv_kernel: int
+
+    @property
+    def inner_size(self) -> int:
+        """Channels of all queries, of all keys, of all values and of the gate."""
+        return self.num_heads * self.head_dim
+
+    def spec(self, dtype: str) -> MambaSpec:
+        """The cache contents of one such layer for one sequence."""
+        return MambaSpec(
+            kind="kimi_delta_attention",
+            parts=(
+                StatePart((self.conv_kernel - 1, 3 * self.inner_size), dtype),
+                StatePart((self.num_heads, self.head_dim, self.head_dim)),
+            ),
+        )
+
+
+def read_kimi_delta_attention(reader: ConfigReader) -> KimiDeltaAttentionConfig:
+    """Reads the hub's `linear_attn_config`, else the `linear_*` of transformers 5."""
+    # transformers 5 reads the hub's nested object too, but saves what it says at top level.
+    key = "linear_attn_config"
+    if reader.get(key, dict, None) is not None:
+        nested, names = reader.section(key), ("num_heads", "head_dim", "short_conv_kernel_size")
+    else:
+        nested = reader
+        names = ("linear_num_heads", "linear_head_dim", "linear_conv_kernel_dim")
+    return KimiDeltaAttentionConfig(
+        num_heads=nested.require(names[0], int),
+        head_dim=nested.require(names[1], int),
+        conv_kernel=nested.get(names[2], int, 4),
+    )

@@ -17,6 +17,8 @@ from engine.layers.attention import Attention
 from engine.layers.embedding import Embedding, output_head
 from engine.layers.experts import Experts
 from engine.layers.gated_delta_net import GatedDeltaNet
+from engine.layers.kimi_delta_attention import KimiDeltaAttention
+from engine.layers.latent_attention import LatentAttention
 from engine.layers.lightning_attention import LightningAttention
 from engine.layers.linear import Linear
 from engine.layers.mamba2 import Mamba2
@@ -26,11 +28,12 @@ from engine.layers.norm import RMSNorm, load_norm
 from engine.layers.rotary import Rotary
 from engine.layers.short_conv import ShortConv
 from engine.layers.weights import Weights
-from engine.model_configs.attention import AttentionConfig
+from engine.model_configs.attention import AttentionConfig, LatentAttentionConfig
 from engine.model_configs.feed_forward import ExpertsConfig, MLPConfig
 from engine.model_configs.model_config import Block, FeedForwardConfig, ModelConfig
 from engine.model_configs.recurrent import (
     GatedDeltaNetConfig,
+    KimiDeltaAttentionConfig,
     LightningAttentionConfig,
     Mamba2Config,
     ShortConvConfig,
@@ -40,10 +43,12 @@ from engine.model_configs.rope import RopeConfig
 MIXERS: Mapping[type, MakeMixer[Any]] = MappingProxyType(
     {
         AttentionConfig: Attention,
+        LatentAttentionConfig: LatentAttention,
         Mamba2Config: Mamba2,
         GatedDeltaNetConfig: GatedDeltaNet,
         ShortConvConfig: ShortConv,
         LightningAttentionConfig: LightningAttention,
+        KimiDeltaAttentionConfig: KimiDeltaAttention,
     }
 )
 FEED_FORWARD: Mapping[type, MakeFeedForward[Any]] = MappingProxyType(

@@ -11,19 +11,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.families.registry import config_of
-from engine.model_configs.attention import AttentionConfig
+from engine.model_configs.attention import AttentionConfig, LatentAttentionConfig
 from engine.model_configs.config_reader import ConfigReader
 from engine.model_configs.feed_forward import ExpertsConfig, MLPConfig, RouterConfig
 from engine.model_configs.identity import NOT_COUNTED, ModelIdentity, identity_of
 from engine.model_configs.model_config import Block, ModelConfig, PartConfig
 from engine.model_configs.recurrent import (
     GatedDeltaNetConfig,
+    KimiDeltaAttentionConfig,
     LightningAttentionConfig,
     Mamba2Config,
     ShortConvConfig,
 )
 from engine.model_configs.rope import RopeConfig
 from tests.unit.engine.test_configs_hybrid import BAMBA, FALCON_H1, GEMMA3, GRANITE
+from tests.unit.engine.test_configs_kimi_linear import PUBLISHED as KIMI_LINEAR
 from tests.unit.engine.test_configs_lfm2 import LFM2
 from tests.unit.engine.test_configs_minimax import MINIMAX
 from tests.unit.engine.test_configs_qwen import QWEN3, QWEN3_5
@@ -45,7 +47,9 @@ FILES: dict[str, dict[str, Any]] = {
     "BambaForCausalLM": BAMBA,
     "Lfm2ForCausalLM": LFM2,
     "MiniMaxForCausalLM": MINIMAX,
+    "KimiLinearForCausalLM": KIMI_LINEAR | {"dtype": "float32"},
 }
+NOT_ROTATED = ("GraniteMoeHybridForCausalLM", "NemotronHForCausalLM", "KimiLinearForCausalLM")
 ATTENTION = AttentionConfig(
     num_heads=4, num_kv_heads=2, head_dim=16, scale=0.25, rope=RopeConfig(1e4, 8)
 )
@@ -63,6 +67,16 @@ MAMBA2 = Mamba2Config(
 SHORT_CONV = ShortConvConfig(channels=64, conv_kernel=3)
 LIGHTNING = LightningAttentionConfig(num_heads=4, head_dim=16)
 DELTA_NET = GatedDeltaNetConfig(key_heads=2, value_heads=4, key_dim=8, value_dim=8, conv_kernel=4)
+KIMI_DELTA = KimiDeltaAttentionConfig(num_heads=2, head_dim=8, conv_kernel=4)
+LATENT = LatentAttentionConfig(
+    num_heads=4,
+    kv_lora_rank=8,
+    qk_nope_head_dim=4,
+    qk_rope_head_dim=2,
+    v_head_dim=4,
+    scale=0.4,
+    norm_eps=1e-6,
+)
 
 
 def block(*parts: PartConfig, post_norm: str | None = None) -> Block:
@@ -83,6 +97,7 @@ EVERYTHING = ModelConfig(
         (block(ATTENTION), block(MLP, EXPERTS)),
         (block(MAMBA2, ATTENTION),),
         (block(DELTA_NET), block(SHORT_CONV), block(LIGHTNING)),
+        (block(KIMI_DELTA), block(LATENT)),
         (),
     ),
     renames=(("a", "b"),),
@@ -156,7 +171,7 @@ def test_every_field_of_a_config_counts_unless_it_is_listed() -> None:
     states = (Mamba2Config, GatedDeltaNetConfig, ShortConvConfig, LightningAttentionConfig)
     every = {
         f"{kind.__name__}.{field.name}"
-        for kind in (*kinds, *states)
+        for kind in (*kinds, LatentAttentionConfig, *states, KimiDeltaAttentionConfig)
         for field in dataclasses.fields(kind)
     }
     nested = {
@@ -242,7 +257,7 @@ def test_what_changes_results_changes_the_identity(architecture: str) -> None:
     if architecture == "Gemma3ForCausalLM":
         changes += [{"sliding_window": 8}, {"query_pre_attn_scalar": 4}]
         changes += [{"rope_local_base_freq": 100.0}]
-    elif architecture not in ("GraniteMoeHybridForCausalLM", "NemotronHForCausalLM"):
+    elif architecture not in NOT_ROTATED:
         changes += [{"rope_theta": 100.0}, {"rope_parameters": {"rope_theta": 5.0}}]
     if architecture == "GraniteMoeHybridForCausalLM":
         changes = [it for it in changes if "intermediate_size" not in it]  # of experts, here none
