@@ -14,7 +14,7 @@ from tests.e2e.test_prefix_cache import assert_same, request_of
 from tests.support.nodes.cluster import CONTEXT, Cluster, Generation, generate
 from tests.support.nodes.pairs import arena_for
 
-HYBRIDS = ("qwen3_5", "nemotron_h", "granitemoehybrid", "falcon_h1", "bamba")
+HYBRIDS = ("qwen3_5", "nemotron_h", "granitemoehybrid", "falcon_h1", "bamba", "kimi_linear")
 INTERVAL = 32
 PROMPT = 40  # the prompt's own checkpoint lies at 32, decode boundaries at 64 and 96
 OUTPUT = 60

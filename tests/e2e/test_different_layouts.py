@@ -13,7 +13,7 @@ from tests.support.nodes.cluster import Cluster, generate, settled
 from tests.support.nodes.pairs import moved
 from tests.tiers import l_shape
 
-FAMILIES = ("qwen3_5", "nemotron_h", "gemma3", "falcon_h1")
+FAMILIES = ("qwen3_5", "nemotron_h", "gemma3", "falcon_h1", "kimi_linear")
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from functools import partial
 from pathlib import Path
 
 import msgspec
+import pytest
 import zmq
 
 from engine.kv_cache.listener import CachedBlocks
@@ -71,11 +72,16 @@ def held(node: NodeServer) -> Announced:
     return found
 
 
-async def test_a_snapshot_is_what_the_cache_holds(cluster: Cluster, model: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "attends"), [("qwen3_5", "full_attention"), ("kimi_linear", "mla_attention")]
+)
+async def test_a_snapshot_is_what_the_cache_holds(
+    cluster: Cluster, checkpoints: dict[str, Path], *, family: str, attends: str
+) -> None:
     nodes = [
         await cluster.start(
             kind,
-            model,
+            checkpoints[family],
             enable_prefix_caching=True,
             block_size=64,
             kv_events_config=PUBLISHES,
@@ -90,13 +96,13 @@ async def test_a_snapshot_is_what_the_cache_holds(cluster: Cluster, model: Path)
         await settled(node)
         info = (await described(node)).kv_events
         assert info is not None
-        kinds = {KVGroupInfo("mamba"), KVGroupInfo("full_attention")}
+        kinds = {KVGroupInfo("mamba"), KVGroupInfo(attends)}
         assert (info.hash_block_size, info.hash_seed, set(info.groups)) == (16, "seed", kinds)
         assert info.model_identity == node.identity.digest
         cache = node.engine.core.scheduler.cache
         announced = told(info)
         assert announced == held(node)
-        attention = info.groups.index(KVGroupInfo("full_attention"))
+        attention = info.groups.index(KVGroupInfo(attends))
         for prompt in prompts:
             prefix = PrefixDigests(cache.hasher, list(prompt), None)
             assert {(attention, digest) for digest in prefix.boundaries()[1:]} <= announced.keys()

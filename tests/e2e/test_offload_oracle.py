@@ -25,7 +25,7 @@ from tests.support.cache.offload import (
 from tests.support.nodes.cluster import Cluster, generate
 from tests.tiers import l_shape
 
-FAMILIES = ("qwen3_5", "nemotron_h", "gemma3", "qwen3", "falcon_h1", "lfm2")
+FAMILIES = ("qwen3_5", "nemotron_h", "gemma3", "qwen3", "falcon_h1", "lfm2", "kimi_linear")
 LARGE_BLOCKS = ("gemma3", "qwen3", "falcon_h1")  # of 64 tokens each: a unit has up to a MiB
 TIERS = {
     "host": {"host_bytes": 6 * MIB},

@@ -23,6 +23,7 @@ FAMILIES = (
     "falcon_h1",
     "bamba",
     "lfm2",
+    "kimi_linear",
 )
 TIGHT, ROOMY = 2 << 20, 16 << 20
 PRESSED = 2  # full-length requests that fit while 32 shorter ones ask
@@ -108,7 +109,9 @@ async def hits_one_by_one(on: NodeServer, off: NodeServer) -> list[int]:
     return [hit for hit in hits if hit]
 
 
-@pytest.mark.parametrize("family", everyday(FAMILIES, ("qwen3", "qwen3_5", "gemma3")))
+@pytest.mark.parametrize(
+    "family", everyday(FAMILIES, ("qwen3", "qwen3_5", "gemma3", "kimi_linear"))
+)
 async def test_hash_blocks_inside_blocks(
     cluster: Cluster, checkpoints: dict[str, Path], family: str
 ) -> None:

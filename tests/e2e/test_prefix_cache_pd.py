@@ -20,7 +20,7 @@ from tests.support.nodes.cluster import Cluster, Generation, generate, settled, 
 from tests.support.nodes.pairs import moved
 from tests.tiers import everyday
 
-HYBRIDS = ("qwen3_5", "nemotron_h", "granitemoehybrid", "falcon_h1")
+HYBRIDS = ("qwen3_5", "nemotron_h", "granitemoehybrid", "falcon_h1", "kimi_linear")
 REMOTE_DECODE = KVTransferParams(do_remote_decode=True)
 
 

@@ -13,7 +13,7 @@ from serving.node.server import NodeServer
 from tests.support.nodes.cluster import BASE, Generation, Node, generate
 from tests.support.nodes.engine_thread import run_in_engine
 
-FAMILIES = ("qwen3", "qwen3_5", "nemotron_h")
+FAMILIES = ("qwen3", "qwen3_5", "nemotron_h", "kimi_linear")
 TRANSPORTS = ("shm", "nixl", "ucx", "zmq")
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, logprobs=3, ignore_eos=True)
 REMOTE_DECODE = KVTransferParams(do_remote_decode=True)

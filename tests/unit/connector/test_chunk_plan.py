@@ -11,7 +11,12 @@ from engine.kv_cache.arena_plan import plan_arena
 from engine.kv_cache.listener import CachedBlocks
 from engine.kv_cache.prefix import PrefixDigests, PrefixHasher
 from engine.kv_cache.report import prompt_bytes, tier_report
-from engine.kv_cache.spec import FullAttentionSpec, KVCacheGroup, SlidingWindowSpec
+from engine.kv_cache.spec import (
+    FullAttentionSpec,
+    KVCacheGroup,
+    LatentAttentionSpec,
+    SlidingWindowSpec,
+)
 
 BLOCK, HASH_BLOCK = 64, 16
 GROUP = KVCacheGroup(FullAttentionSpec(1, 8, "float32"), layers=(0,))
@@ -60,6 +65,13 @@ def test_a_tier_is_planned_by_what_its_items_need() -> None:
     both = plan_arena((GROUP, window), BLOCK, 1 << 20, hash_block_size=HASH_BLOCK)
     kept = 200 - (200 + 1 - 40) // BLOCK * BLOCK  # from the block of the window's first token on
     assert prompt_bytes(both, 200) == nbytes + kept * 2 * 8 * 4
+
+
+def test_a_token_of_a_latent_is_one_row_in_each_layer() -> None:
+    """A chunk is cut out of a block row by row: with K and V there are two for each head."""
+    latent = KVCacheGroup(LatentAttentionSpec(1, 24, "float32"), layers=(0, 2))
+    plan = plan_arena((latent,), BLOCK, 1 << 20, hash_block_size=HASH_BLOCK)
+    assert ChunkPlan(plan, 16).rows(0) == (2, 24 * 4)
 
 
 def test_chunks_that_no_prompt_fills_are_warned_of() -> None:
