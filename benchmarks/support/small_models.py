@@ -110,7 +110,7 @@ def configs(context: int) -> dict[str, PretrainedConfig]:
 
 
 def _with_other_states(both: Mapping[str, Any]) -> dict[str, PretrainedConfig]:
-    """Convolution rows alone, a recurrence without a convolution, and latent attention."""
+    """Kinds of states and of layers that the others lack."""
     return {
         "lfm2": transformers.Lfm2Config(
             num_hidden_layers=5,
@@ -149,6 +149,15 @@ def _with_other_states(both: Mapping[str, Any]) -> dict[str, PretrainedConfig]:
             num_experts_per_tok=2,
             moe_intermediate_size=32,
             **{**both, "num_key_value_heads": 4, "pad_token_id": 0, "bos_token_id": 1},
+        ),
+        "olmo_hybrid": transformers.OlmoHybridConfig(
+            num_hidden_layers=4,
+            rope_parameters={"rope_theta": None, "rope_type": "default"},
+            linear_num_key_heads=2,
+            linear_num_value_heads=4,
+            linear_key_head_dim=12,
+            pad_token_id=None,
+            **both,
         ),
     }
 

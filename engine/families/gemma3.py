@@ -8,7 +8,7 @@ Hub files leave out what equals the class defaults of transformers.
 from dataclasses import replace
 
 from engine.errors import CheckpointError
-from engine.model_configs.attention import FULL, read_attention, read_layer_types
+from engine.model_configs.attention import FULL, QKNorm, read_attention, read_layer_types
 from engine.model_configs.config_reader import ConfigReader
 from engine.model_configs.feed_forward import Activation, read_mlp
 from engine.model_configs.model_config import Block, ModelConfig, NamedPart, Renames, read_model
@@ -50,7 +50,7 @@ def read(reader: ConfigReader) -> ModelConfig:
     if scalar <= 0.0:
         raise CheckpointError(f"{text.source}: 'query_pre_attn_scalar' is {scalar}, not positive")
     rope = _rope(text, FULL, attention.head_dim)
-    full = replace(attention, scale=scalar**-0.5, rope=rope, qk_norm=True)
+    full = replace(attention, scale=scalar**-0.5, rope=rope, qk_norm=QKNorm.BY_HEAD)
     local_rope = _rope(text, SLIDING, full.head_dim)
     near = replace(full, rope=local_rope, window=text.require("sliding_window", int))
     mixers = {FULL: full, SLIDING: near}

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from engine.errors import CheckpointError
 from engine.kv_cache.spec import round_up
-from engine.model_configs.attention import FULL, read_attention
+from engine.model_configs.attention import FULL, QKNorm, read_attention
 from engine.model_configs.config_reader import ConfigReader
 from engine.model_configs.feed_forward import MLPConfig
 from engine.model_configs.model_config import (
@@ -54,7 +54,7 @@ def read_layers(reader: ConfigReader, feed_forward: list[NamedPart]) -> ModelCon
     for key in ("block_use_swiglu", "use_pos_enc"):
         reader.require_one_of(key, [True])
     reader.require_one_of("attention_bias", [False])
-    attention = replace(read_attention(reader, rotary=1.0), qk_norm=True)
+    attention = replace(read_attention(reader, rotary=1.0), qk_norm=QKNorm.BY_HEAD)
     mixers: dict[str, NamedPart] = {
         FULL: ("self_attn", attention),
         CONV: ("conv", read_short_conv(reader)),

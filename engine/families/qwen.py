@@ -7,7 +7,7 @@ full-attention layer now and then, Qwen3.5 bare or inside the vision-language wr
 from dataclasses import replace
 
 from engine.errors import CheckpointError
-from engine.model_configs.attention import FULL, read_attention, read_layer_types
+from engine.model_configs.attention import FULL, QKNorm, read_attention, read_layer_types
 from engine.model_configs.config_reader import ConfigReader
 from engine.model_configs.feed_forward import (
     ExpertsConfig,
@@ -42,7 +42,7 @@ def read_qwen3(reader: ConfigReader) -> ModelConfig:
     reader.require_one_of("use_sliding_window", [False])
     feed_forward = _feed_forward(reader, renormalise=False)
     reader.layer_types([FULL] * len(feed_forward), [FULL])
-    attention = replace(read_attention(reader, rotary=1.0), qk_norm=True)
+    attention = replace(read_attention(reader, rotary=1.0), qk_norm=QKNorm.BY_HEAD)
     return read_model(
         reader,
         positions=32768,
@@ -62,7 +62,7 @@ def read_qwen3_5(reader: ConfigReader) -> ModelConfig:
     attention = read_attention(text, rotary=0.25)
     mixers: dict[str, NamedPart] = {
         LINEAR: ("linear_attn", read_gated_delta_net(text)),
-        FULL: ("self_attn", replace(attention, qk_norm=True, gated=True)),
+        FULL: ("self_attn", replace(attention, qk_norm=QKNorm.BY_HEAD, gated=True)),
     }
     types = read_layer_types(text, LINEAR, key="full_attention_interval", interval=4)
     feed_forward = _feed_forward(text, renormalise=True)

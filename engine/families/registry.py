@@ -21,6 +21,7 @@ from engine.families import (
     lfm2_moe,
     minimax,
     nemotron_h,
+    olmo_hybrid,
     qwen,
 )
 from engine.kv_cache.spec import DTYPE_BYTES
@@ -46,6 +47,7 @@ ARCHITECTURES: Mapping[str, Callable[[ConfigReader], ModelConfig]] = MappingProx
         "Lfm2MoeForCausalLM": lfm2_moe.read,
         "MiniMaxForCausalLM": minimax.read,
         "KimiLinearForCausalLM": kimi_linear.read,
+        "OlmoHybridForCausalLM": olmo_hybrid.read,
     }
 )
 

@@ -1,5 +1,7 @@
 """Attention of any family: one input product, perhaps norms, rotary and gate, paged attention."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -8,12 +10,12 @@ from engine.layers.mixer import CacheKey, ForwardPass
 from engine.layers.norm import RMSNorm
 from engine.layers.rotary import rotate_
 from engine.layers.weights import Weights
-from engine.model_configs.attention import AttentionConfig
+from engine.model_configs.attention import AttentionConfig, QKNorm
 from engine.model_configs.model_config import ModelConfig
 
 
 class Attention:
-    """Tensors `{q,k,v,o}_proj.{weight,bias}` and, with `qk_norm`, `{q,k}_norm.weight`."""
+    """Tensors `{q,k,v,o}_proj.{weight,bias}` and, with any `qk_norm`, `{q,k}_norm.weight`."""
 
     def __init__(
         self, config: AttentionConfig, weights: Weights, model: ModelConfig, key: CacheKey
@@ -37,7 +39,7 @@ class Attention:
             bias=config.bias,
             output_scale=config.output_scale,
         )
-        self.norm = _qk_norm(config, weights, model) if config.qk_norm else None
+        self.norm = _qk_norm(config, weights, model)
         self.attend = weights.ops.paged_attention
         self._splits = [width + kv_width, kv_width, q_width - width]
 
@@ -65,11 +67,26 @@ def _gate_last(config: AttentionConfig) -> Tensor:
     return torch.cat([q.flatten(), kv, gate.flatten()])
 
 
-def _qk_norm(config: AttentionConfig, weights: Weights, model: ModelConfig) -> RMSNorm:
-    """[heads + kv_heads, head_dim]: q's norm weight for each query head, k's for each key head."""
+def _qk_norm(
+    config: AttentionConfig, weights: Weights, model: ModelConfig
+) -> Callable[[Tensor], Tensor] | None:
+    """The norm of q and k side by side, [T, heads + kv_heads, head_dim] to the same shape."""
+    if config.qk_norm is QKNorm.NONE:
+        return None
+    heads = (config.num_heads, config.num_kv_heads)
+    by_head = config.qk_norm is QKNorm.BY_HEAD
     q, k = (
-        weights.take(f"{name}_norm.weight", (config.head_dim,)).float() + model.norm_offset
-        for name in ("q", "k")
+        weights.take(f"{name}_norm.weight", ((1 if by_head else own) * config.head_dim,)).float()
+        + model.norm_offset
+        for name, own in zip(("q", "k"), heads, strict=True)
     )
-    weight = torch.cat([q.expand(config.num_heads, -1), k.expand(config.num_kv_heads, -1)])
-    return RMSNorm(weight, model.rms_norm_eps, weights.dtype)
+    eps, dtype = model.rms_norm_eps, weights.dtype
+    if by_head:
+        return RMSNorm(torch.cat([q.expand(heads[0], -1), k.expand(heads[1], -1)]), eps, dtype)
+    norms = RMSNorm(q, eps, dtype), RMSNorm(k, eps, dtype)
+
+    def all_heads(qk: Tensor) -> Tensor:
+        parts = zip(norms, qk.split_with_sizes(heads, dim=1), strict=True)
+        return torch.cat([norm(own.flatten(1)) for norm, own in parts], dim=1).view(qk.shape)
+
+    return all_heads

@@ -1,4 +1,4 @@
-"""The gated delta net mixer of Qwen3.5: one input product, conv, gated delta rule, gated norm.
+"""The gated delta net mixer: one input product, conv, gated delta rule, gated norm.
 
 Reads and writes its state in the cache only, so prefill, chunked prefill and decode are one thing.
 """
@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.layers.linear import load_linear
+from engine.layers.linear import Linear, load_linear
 from engine.layers.mixer import CacheKey, ForwardPass
 from engine.layers.norm import RMSNorm
 from engine.layers.weights import Weights
@@ -18,7 +18,8 @@ from engine.model_configs.recurrent import GatedDeltaNetConfig
 class GatedDeltaNet:
     """Tensors `{in_proj_{qkv,z,b,a}.weight, conv1d, A_log, dt_bias, norm, out_proj}`.
 
-    Or `in_proj_{qkvz,ba}.weight`, packed as in Qwen3-Next.
+    Or `in_proj_{qkvz,ba}.weight`, packed as in Qwen3-Next; or q, k and v apart: `{q,k,v}_proj` and
+    `{q,k,v}_conv1d`.
     """
 
     def __init__(
@@ -27,31 +28,20 @@ class GatedDeltaNet:
         self.config = config
         self.key = key
         self.ops = weights.ops
-        hidden, eps = model.hidden_size, model.rms_norm_eps
-        heads = config.value_heads
-        sizes = {
-            "in_proj_qkv": config.conv_dim,
-            "in_proj_z": config.values,
-            "in_proj_b": heads,
-            "in_proj_a": heads,
-        }
-        if "in_proj_qkvz.weight" in weights:
-            packed = {
-                "in_proj_qkvz": config.conv_dim + config.values,
-                "in_proj_ba": 2 * heads,
-            }
-            order = _unpacked(config)
-            self.in_proj = load_linear(weights, packed, inputs=hidden, order=order)
-        else:
-            self.in_proj = load_linear(weights, sizes, inputs=hidden)
+        hidden, heads = model.hidden_size, config.value_heads
+        self.in_proj = _in_proj(config, weights, hidden)
         self.out_proj = load_linear(weights, {"out_proj": hidden}, inputs=config.values)
-        taps = weights.take("conv1d.weight", (config.conv_dim, 1, config.conv_kernel))
+        convs = ["conv1d.weight"]
+        if convs[0] not in weights:
+            convs = [f"{name}_conv1d.weight" for name in "qkv"]
+        taps = weights.take_joined(convs, (config.conv_dim, 1, config.conv_kernel))
         self.conv_weight = taps[:, 0].t().contiguous()
         # Stored as a logarithm so that training keeps it positive; the decay is exp(rate * dt).
         self.rate = -weights.take("A_log", (heads,), torch.float32).exp()
         self.dt_bias = weights.take("dt_bias", (heads,), torch.float32)
+        eps = model.rms_norm_eps if config.norm_eps is None else config.norm_eps
         self.norm = RMSNorm(weights.take("norm.weight", (config.value_dim,)), eps, torch.float32)
-        self._splits = list(sizes.values())
+        self._splits = [config.conv_dim, config.values, heads, heads]
         self._qkv = [config.keys, config.keys, config.values]
 
     def __call__(self, x: Tensor, residual: Tensor | None, step: ForwardPass) -> Tensor:
@@ -59,6 +49,9 @@ class GatedDeltaNet:
         (conv, temporal), index = step.states(self.key)
         mixed, gate, b, a = self.in_proj(x).split_with_sizes(self._splits, dim=-1)
         decay = F.softplus(a.float() + self.dt_bias).mul_(self.rate)
+        beta = b.float().sigmoid()
+        if config.beta_scale != 1.0:
+            beta.mul_(config.beta_scale)
         mixed = self.ops.causal_conv1d(mixed, conv, index, self.conv_weight, None)
         q, k, v = mixed.split_with_sizes(self._qkv, dim=-1)
         o = self.ops.gated_delta_rule(
@@ -66,13 +59,26 @@ class GatedDeltaNet:
             k.view(-1, config.key_heads, config.key_dim),
             v.view(-1, config.value_heads, config.value_dim),
             decay,
-            b.float().sigmoid(),
+            beta,
             temporal,
             index,
         )
         # The gate comes after the norm: the other way round than in Mamba2.
         gated = self.norm(o).mul_(F.silu(gate.view(o.shape).float())).to(x.dtype)
         return self.out_proj(gated.reshape(x.shape[0], -1), residual)
+
+
+def _in_proj(config: GatedDeltaNetConfig, weights: Weights, hidden: int) -> Linear:
+    """The product that gives q, k, v, z, b and a side by side, however they are stored."""
+    heads, values = config.value_heads, config.values
+    if "in_proj_qkvz.weight" in weights:
+        packed = {"in_proj_qkvz": config.conv_dim + values, "in_proj_ba": 2 * heads}
+        return load_linear(weights, packed, inputs=hidden, order=_unpacked(config))
+    sizes = {"in_proj_qkv": config.conv_dim}
+    if "in_proj_qkv.weight" not in weights:
+        sizes = {"q_proj": config.keys, "k_proj": config.keys, "v_proj": values}
+    sizes |= {"in_proj_z": values, "in_proj_b": heads, "in_proj_a": heads}
+    return load_linear(weights, sizes, inputs=hidden)
 
 
 def _unpacked(config: GatedDeltaNetConfig) -> Tensor:

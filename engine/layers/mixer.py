@@ -74,19 +74,19 @@ class MakeFeedForward(Protocol[C]):
 class ResidualBlock:
     """x + every part(norm(x)). Parts are in parallel: they read the same input.
 
-    With `post_norm` a part's result is normed before it is added. With `normed_residual` it is
-    added to norm(x) times that number (MiniMax-01, arXiv 2501.08313), not to x. The residual may be
-    wider than the parts compute (float32 over bfloat16).
+    Without `norm` they read x. With `post_norm` a part's result is normed before it is added. With
+    `normed_residual` it is added to norm(x) times that number (MiniMax-01, arXiv 2501.08313), not
+    to x. The residual may be wider than the parts compute (float32 over bfloat16).
     """
 
-    norm: RMSNorm
+    norm: RMSNorm | None
     parts: Sequence[Part]
     post_norm: RMSNorm | None = None
     normed_residual: float | None = None
 
     def __call__(self, x: Tensor, step: ForwardPass) -> Tensor:
         """x [T, hidden] -> [T, hidden]."""
-        normed = self.norm(x)
+        normed = x if self.norm is None else self.norm(x)
         if self.normed_residual is not None:
             x = normed * self.normed_residual
         for part in self.parts:

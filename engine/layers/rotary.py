@@ -19,7 +19,7 @@ class Rotary:
 
     def __init__(self, rope: RopeConfig, dtype: torch.dtype, device: torch.device) -> None:
         self.rope = rope
-        self.dtype = dtype
+        self.dtype = torch.float32 if rope.wide else dtype
         self.device = device
         self._table = self._build(FIRST_TABLE)
 
@@ -46,7 +46,10 @@ def rotate_(x: Tensor, rotary: Tensor) -> None:
     cos, sin = rotary.unbind()
     dim = cos.shape[-1]
     head = x[..., :dim]
+    turned = head.to(cos.dtype)
     # (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin); the table has the sign of sin.
-    first, second = head.chunk(2, dim=-1)
+    first, second = turned.chunk(2, dim=-1)
     swapped = torch.cat([second, first], dim=-1)
-    head.mul_(cos).addcmul_(swapped, sin)
+    turned.mul_(cos).addcmul_(swapped, sin)
+    if turned is not head:
+        head.copy_(turned)

@@ -4,6 +4,7 @@ Reads safetensors, single or sharded. Knows nothing of architectures.
 """
 
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from copy import copy
 from pathlib import Path
@@ -62,18 +63,40 @@ class Weights:
 
         Raises CheckpointError when it is missing or its shape is not `shape`.
         """
+        stored, tensor = self._read(name)
+        if tuple(tensor.shape) != shape:
+            raise CheckpointError(
+                f"tensor {stored!r} has shape {tuple(tensor.shape)}, config.json implies {shape}"
+            )
+        return tensor.to(device=self.device, dtype=dtype or self.dtype)
+
+    def take_joined(self, names: Sequence[str], shape: tuple[int, ...]) -> Tensor:
+        """The tensors `names` end to end along the first dimension, together of `shape`.
+
+        Each may hold any share of the rows: transformers saves a matrix that it had merged in
+        equal parts, whatever they were before. Raises CheckpointError as `take`.
+        """
+        parts = [self._read(name) for name in names]
+        rows = sum(tensor.shape[0] for _, tensor in parts)
+        for stored, tensor in parts:
+            if (rows, *tensor.shape[1:]) != shape:
+                raise CheckpointError(
+                    f"tensor {stored!r} has shape {tuple(tensor.shape)}, and with its neighbours "
+                    f"{rows} rows; config.json implies {shape}"
+                )
+        joined = torch.cat([tensor for _, tensor in parts])
+        return joined.to(device=self.device, dtype=self.dtype)
+
+    def _read(self, name: str) -> tuple[str, Tensor]:
+        """The tensor as it is stored, and its stored name."""
         name = self._prefix + name
         if name not in self._where:
             raise CheckpointError(f"the checkpoint has no tensor {name!r}")
         file, stored = self._where[name]
         tensor: Tensor = file.get_tensor(stored)
-        if tuple(tensor.shape) != shape:
-            raise CheckpointError(
-                f"tensor {stored!r} has shape {tuple(tensor.shape)}, config.json implies {shape}"
-            )
         self._untaken.discard(name)
         self._progress.tell(len(self._where) - len(self._untaken), len(self._where))
-        return tensor.to(device=self.device, dtype=dtype or self.dtype)
+        return stored, tensor
 
     def __contains__(self, name: str) -> bool:
         return self._prefix + name in self._where

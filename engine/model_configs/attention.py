@@ -1,6 +1,7 @@
 """Settings of attention and latent attention, and which layers have it. Torch-free."""
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 from engine.errors import CheckpointError
 from engine.kv_cache.spec import FullAttentionSpec, LatentAttentionSpec, SlidingWindowSpec
@@ -10,13 +11,21 @@ from engine.model_configs.rope import RopeConfig, read_rope
 FULL = "full_attention"
 
 
+class QKNorm(StrEnum):
+    """The norms of q and k before they are rotated: each head has its own sum, or all share one."""
+
+    NONE = "none"
+    BY_HEAD = "by head"
+    ALL_HEADS = "all heads"
+
+
 @dataclass(slots=True, frozen=True, kw_only=True)
 class AttentionConfig:
     """`bias` is for all four projections; `rope` None: no positional encoding.
 
     Scores are q k^T * `scale`. `window`: a token reads itself and the `window` - 1 tokens before it
-    (None: all). `qk_norm`: q and k are normed head by head. `gated`: q_proj also gives a sigmoid
-    gate. `input_scale` and `output_scale` multiply what goes in and comes out.
+    (None: all). `gated`: q_proj also gives a sigmoid gate. `input_scale` and `output_scale`
+    multiply what goes in and comes out.
     """
 
     num_heads: int
@@ -26,7 +35,7 @@ class AttentionConfig:
     bias: bool = False
     rope: RopeConfig | None = None
     window: int | None = None
-    qk_norm: bool = False
+    qk_norm: QKNorm = QKNorm.NONE
     gated: bool = False
     input_scale: float = 1.0
     output_scale: float = 1.0

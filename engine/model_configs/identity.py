@@ -42,8 +42,9 @@ class ModelIdentity:
     """`fields`: by name the text of everything that counts; two models are one if they are equal.
 
     `layers` names each layer's parts, one word a layer: `attention/mlp` are two blocks,
-    `attention+mamba2:norm` is one of two parts, normed after, and `mlp:residual*2.0` one that is
-    added to twice its normed input. The fields of a part stand under its name, such as
+    `attention+mamba2:norm` is one of two parts, normed after, `mlp:bare:norm` one without a norm
+    before, and `mlp:residual*2.0` one that is added to twice its normed input. The fields of a part
+    stand under its name, such as
     `attention.rope.theta`. A second kind of attention is `attention_2`.
     """
 
@@ -73,9 +74,10 @@ def identity_of(config: ModelConfig, weights: str) -> ModelIdentity:
 
 def _block(block: Block, named: Mapping[PartConfig, str]) -> str:
     parts = "+".join(named[part] for _, part in block.parts)
+    bare = ":bare" if block.norm is None else ""
     norm = "" if block.post_norm is None else ":norm"
     residual = "" if (scale := block.normed_residual) is None else f":residual*{scale!r}"
-    return f"{parts}{norm}{residual}"
+    return f"{parts}{bare}{norm}{residual}"
 
 
 def by_layer(layers: str, most: int) -> Iterator[tuple[str, str]]:

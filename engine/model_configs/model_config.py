@@ -3,7 +3,7 @@
 A layer is blocks, a block is parts around one residual, and a part is the settings of a mixer or a
 feed-forward part with the name of its tensors:
 
-    x --+-- norm --+-- part --+-- (post_norm) -- + --> x
+    x --+- (norm) -+-- part --+-- (post_norm) -- + --> x
         |          +-- part --+                  |
         +----------------------------------------+
 """
@@ -64,10 +64,11 @@ class Block:
     """x + every part(norm(x)); the parts are in parallel, they read the same input.
 
     `norm`: the name of the norm before the parts; `post_norm`: of one over each part's result.
-    `normed_residual`: parts are added to norm(x) times this number, not to x.
+    None: there is no such norm. `normed_residual`: parts are added to norm(x) times this number,
+    not to x.
     """
 
-    norm: str
+    norm: str | None
     parts: tuple[NamedPart, ...]
     post_norm: str | None = None
     normed_residual: float | None = None

@@ -128,13 +128,19 @@ def _number(value: object) -> float | None:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class GatedDeltaNetConfig:
-    """One mixer; consecutive value heads share a key head."""
+    """One mixer; consecutive value heads share a key head.
+
+    `beta_scale` multiplies beta after the sigmoid: with 2 a state's eigenvalues may be negative
+    (arXiv 2411.12537). `norm_eps`: of the norm of the output (None: the model's).
+    """
 
     key_heads: int
     value_heads: int
     key_dim: int
     value_dim: int
     conv_kernel: int
+    beta_scale: float = 1.0
+    norm_eps: float | None = None
 
     @property
     def keys(self) -> int:
@@ -163,7 +169,7 @@ class GatedDeltaNetConfig:
 
 
 def read_gated_delta_net(reader: ConfigReader) -> GatedDeltaNetConfig:
-    """Reads Qwen3.5's `linear_*` fields. Raises CheckpointError for heads that do not fit."""
+    """Reads the `linear_*` fields. Raises CheckpointError for heads that do not fit."""
     config = GatedDeltaNetConfig(
         key_heads=reader.require("linear_num_key_heads", int),
         value_heads=reader.require("linear_num_value_heads", int),

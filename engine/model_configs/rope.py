@@ -10,12 +10,14 @@ from engine.model_configs.config_reader import ConfigReader
 class RopeConfig:
     """Base `theta`, and how many leading channels of each head are rotated.
 
-    Frequencies are divided by `factor` (rope type "linear", which stretches positions).
+    Frequencies are divided by `factor` (rope type "linear", which stretches positions). `wide`:
+    rotated in float32 whatever the model computes in.
     """
 
     theta: float
     rotary_dim: int
     factor: float = 1.0
+    wide: bool = False
 
 
 def read_rope(reader: ConfigReader, head_dim: int, partial: float = 1.0) -> RopeConfig:

@@ -130,7 +130,7 @@ def _block(
             key = group_of[part.spec(config.dtype)], layer
             parts.append(MIXERS[type(part)](part, own, config, key))
     return ResidualBlock(
-        load_norm(weights, block.norm, config),
+        None if block.norm is None else load_norm(weights, block.norm, config),
         parts,
         None if block.post_norm is None else load_norm(weights, block.post_norm, config),
         block.normed_residual,

@@ -13,7 +13,7 @@ from torch import Tensor
 from benchmarks.support.small_models import spread
 from engine.kv_cache.spec import FullAttentionSpec, KVCacheGroup, SlidingWindowSpec, form_groups
 from engine.layers.weights import Weights
-from engine.model_configs.attention import AttentionConfig
+from engine.model_configs.attention import AttentionConfig, QKNorm
 from engine.model_configs.feed_forward import MLPConfig
 from engine.model_configs.model_config import MixerConfig, ModelConfig, NamedPart, decoder_layer
 from engine.model_configs.recurrent import Mamba2Config
@@ -50,7 +50,7 @@ def _attention(kv_heads: int, head_dim: int, window: int | None = None) -> Atten
         scale=head_dim**-0.5,
         rope=RopeConfig(10_000.0, 16),
         window=window,
-        qk_norm=True,
+        qk_norm=QKNorm.BY_HEAD,
     )
 
 

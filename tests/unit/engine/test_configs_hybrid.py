@@ -1,4 +1,4 @@
-"""Reading config.json of Gemma 3, Granite, Falcon-H1 and Bamba: spellings, defaults, refusals."""
+"""Reading config.json of hybrid families: spellings, defaults, refusals."""
 
 from typing import Any
 
@@ -9,11 +9,11 @@ from engine.families import gemma3, granite_moe_hybrid
 from engine.families.gemma3 import SLIDING
 from engine.families.registry import config_of
 from engine.kv_cache.spec import FullAttentionSpec, MambaSpec, SlidingWindowSpec, StatePart
-from engine.model_configs.attention import FULL, AttentionConfig
+from engine.model_configs.attention import FULL, AttentionConfig, QKNorm
 from engine.model_configs.config_reader import ConfigReader
 from engine.model_configs.feed_forward import ExpertsConfig, MLPConfig
 from engine.model_configs.model_config import ModelConfig, renamed
-from engine.model_configs.recurrent import Gating, Mamba2Config
+from engine.model_configs.recurrent import GatedDeltaNetConfig, Gating, Mamba2Config
 from engine.model_configs.rope import RopeConfig
 
 SIZES: dict[str, Any] = {
@@ -34,6 +34,37 @@ GRANITE = MAMBA | {
 }
 FALCON_H1 = MAMBA | {"mamba_d_ssm": 96, "mamba_d_head": 12, "key_multiplier": 0.5}
 BAMBA = MAMBA | {"attn_layer_indices": [1], "attn_rotary_emb": 8}
+# As published for the 7B model, with smaller sizes.
+OLMO_HYBRID = SIZES | {
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": None,
+    "dtype": "bfloat16",
+    "eos_token_id": 57,
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+    "linear_a_log_max": 16.0,
+    "linear_a_log_min": 0.0,
+    "linear_allow_neg_eigval": True,
+    "linear_conv_kernel_dim": 4,
+    "linear_dt_init_floor": 0.0001,
+    "linear_dt_max": 0.1,
+    "linear_dt_min": 0.001,
+    "linear_key_head_dim": 12,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 4,
+    "linear_use_gate": True,
+    "linear_value_head_dim": 24,
+    "max_position_embeddings": 65536,
+    "model_type": "olmo_hybrid",
+    "pad_token_id": 77,
+    "rms_norm_eps": 1e-06,
+    "rope_parameters": {"rope_theta": None, "rope_type": "default"},
+    "tie_word_embeddings": False,
+    "transformers_version": "5.3.0",
+    "use_cache": True,
+}
 
 
 def read(family: str, fields: dict[str, Any]) -> ModelConfig:
@@ -159,6 +190,24 @@ def test_bamba_rotates_half_of_each_head() -> None:
     assert [group.layers for group in config.groups] == [(0, 2, 3), (1,)]
 
 
+def test_olmo_hybrid_as_published() -> None:
+    config = read("OlmoHybrid", OLMO_HYBRID)
+    attention, delta = attention_of(config), config.mixers[0][0]
+    assert (attention.rope, attention.qk_norm) == (None, QKNorm.ALL_HEADS)
+    assert isinstance(delta, GatedDeltaNetConfig)
+    assert (delta.beta_scale, delta.norm_eps, config.rms_norm_eps) == (2.0, 1e-5, 1e-6)
+    assert [(block.norm, block.post_norm) for block in config.layers[3]] == [
+        (None, "post_attention_layernorm"),
+        (None, "post_feedforward_layernorm"),
+    ]
+    left_out = {key: None for key in OLMO_HYBRID if key.startswith("linear_")}
+    assert read("OlmoHybrid", OLMO_HYBRID | left_out) == config
+    rotated = read("OlmoHybrid", OLMO_HYBRID | {"rope_parameters": {"rope_theta": 5e5}})
+    assert attention_of(rotated).rope == RopeConfig(5e5, 16, wide=True)
+    older = OLMO_HYBRID | {"rope_parameters": None, "rope_theta": None}
+    assert read("OlmoHybrid", older) == config
+
+
 REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("Gemma3", {"hidden_activation": "silu"}),
     ("Gemma3", {"attention_bias": True}),
@@ -195,12 +244,21 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("Bamba", {"attn_layer_indices": ["1"]}),
     ("Bamba", {"mamba_ssm_cache_dtype": "int8"}),
     ("Bamba", {"num_attention_heads": 0}),
+    ("OlmoHybrid", {"hidden_act": "gelu"}),
+    ("OlmoHybrid", {"linear_use_gate": False}),
+    ("OlmoHybrid", {"linear_num_value_heads": 6}),
+    ("OlmoHybrid", {"linear_num_key_heads": 0}),
+    ("OlmoHybrid", {"layer_types": ["sliding_attention"] * 4}),
+    ("OlmoHybrid", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}),
+    ("OlmoHybrid", {"rope_parameters": {"rope_theta": 1e4, "rope_type": "yarn"}}),
+    ("OlmoHybrid", {"rope_parameters": None}),
 ]
 BASES: dict[str, dict[str, Any]] = {
     "Gemma3": GEMMA3,
     "GraniteMoeHybrid": GRANITE,
     "FalconH1": FALCON_H1,
     "Bamba": BAMBA,
+    "OlmoHybrid": OLMO_HYBRID,
 }
 
 

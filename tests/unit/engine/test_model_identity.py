@@ -24,7 +24,7 @@ from engine.model_configs.recurrent import (
     ShortConvConfig,
 )
 from engine.model_configs.rope import RopeConfig
-from tests.unit.engine.test_configs_hybrid import BAMBA, FALCON_H1, GEMMA3, GRANITE
+from tests.unit.engine.test_configs_hybrid import BAMBA, FALCON_H1, GEMMA3, GRANITE, OLMO_HYBRID
 from tests.unit.engine.test_configs_kimi_linear import PUBLISHED as KIMI_LINEAR
 from tests.unit.engine.test_configs_lfm2 import LFM2
 from tests.unit.engine.test_configs_minimax import MINIMAX
@@ -48,6 +48,8 @@ FILES: dict[str, dict[str, Any]] = {
     "Lfm2ForCausalLM": LFM2,
     "MiniMaxForCausalLM": MINIMAX,
     "KimiLinearForCausalLM": KIMI_LINEAR | {"dtype": "float32"},
+    "OlmoHybridForCausalLM": OLMO_HYBRID
+    | {"dtype": None, "rope_parameters": None, "rope_theta": None},
 }
 NOT_ROTATED = ("GraniteMoeHybridForCausalLM", "NemotronHForCausalLM", "KimiLinearForCausalLM")
 ATTENTION = AttentionConfig(
@@ -79,9 +81,9 @@ LATENT = LatentAttentionConfig(
 )
 
 
-def block(*parts: PartConfig, post_norm: str | None = None) -> Block:
+def block(*parts: PartConfig, norm: str | None = "norm", post_norm: str | None = None) -> Block:
     named = tuple((type(part).__name__, part) for part in parts)
-    return Block(norm="norm", parts=named, post_norm=post_norm)
+    return Block(norm=norm, parts=named, post_norm=post_norm)
 
 
 MLP = MLPConfig(intermediate_size=96)
@@ -188,12 +190,13 @@ def test_order_and_number_of_layers_count() -> None:
     layers = EVERYTHING.layers
     others = (
         *(layers[::-1], layers[:-1], (*layers, ()), (*layers, layers[0][::-1])),
-        # The same parts in other blocks, normed once more, and added to something else.
+        # The same parts in other blocks, normed elsewhere, and added to something else.
         (*layers, (block(MLP, ATTENTION),)),
         (*layers, (block(MLP), block(ATTENTION))),
         (*layers, (block(MLP, ATTENTION, post_norm="norm"),)),
         (*layers, (dataclasses.replace(block(MLP, ATTENTION), normed_residual=1.0),)),
         (*layers, (dataclasses.replace(block(MLP, ATTENTION), normed_residual=2.0),)),
+        (*layers, (block(MLP, ATTENTION, norm=None, post_norm="norm"),)),
     )
     found = {
         identity_of(dataclasses.replace(EVERYTHING, layers=other), "w").digest

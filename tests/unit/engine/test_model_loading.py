@@ -14,6 +14,7 @@ from torch import Tensor
 from engine.errors import CheckpointError
 from engine.families.registry import read_config
 from engine.kv_cache.spec import FullAttentionSpec, MambaSpec, StatePart
+from engine.layers.weights import Weights
 from engine.model_configs.attention import AttentionConfig
 from engine.model_configs.recurrent import Mamba2Config
 from engine.models.hybrid import HybridModel
@@ -218,7 +219,7 @@ BAD_CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "quantized": ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
     "architecture": (
         {"architectures": ["LlamaForCausalLM"]},
-        r"LlamaForCausalLM.*NemotronHForCausalLM, Qwen3ForCausalLM",
+        r"LlamaForCausalLM.*NemotronHForCausalLM, .*Qwen3ForCausalLM",
     ),
     "architecture-type": ({"architectures": [[]]}, "architectures"),
     "no-architecture": ({"architectures": None}, "architectures"),
@@ -277,6 +278,17 @@ def test_wrong_tensors_are_named(
     save_file(stored, folder / "model.safetensors")
     with pytest.raises(CheckpointError, match=message):
         load(folder)
+
+
+def test_tensors_are_joined_whatever_rows_each_has(tmp_path: Path) -> None:
+    whole = torch.randn(8, 1, 4)
+    q, k = (part.clone() for part in whole.split_with_sizes([3, 5]))
+    save_file({"q": q, "k": k}, tmp_path / "model.safetensors")
+    with Weights(tmp_path, torch.float32, CPU, renames=()) as weights:
+        assert torch.equal(weights.take_joined(["q", "k"], (8, 1, 4)), whole)
+        for shape in ((9, 1, 4), (8, 1, 3)):
+            with pytest.raises(CheckpointError, match=r"'q' has shape \(3, 1, 4\).* 8 rows"):
+                weights.take_joined(["q", "k"], shape)
 
 
 def test_folder_without_weights_is_named(folder: Path) -> None:
