@@ -59,6 +59,8 @@ TOO_MANY_PARAMETERS = {
     "engine/ops/gated_delta_rule/fast.py::gated_delta_rule": "the operands of the recurrence",
     "engine/ops/gated_delta_rule/naive.py::chunk": "the operands of the recurrence",
     "engine/ops/paged_attention/fast.py::paged_attention": "the operands of attention",
+    "engine/ops/selective_scan/fast.py::chunk": "the operands of the recurrence",
+    "engine/ops/selective_scan/naive.py::chunk": "the operands of the recurrence",
     "engine/ops/ssd/fast.py::ssd_chunk": "the operands of the recurrence",
     "engine/ops/ssd/naive.py::ssd_chunk": "the operands of the recurrence",
 }

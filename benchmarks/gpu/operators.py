@@ -27,6 +27,7 @@ from engine.ops.backend import Ops, ops_for
 from engine.ops.causal_conv1d import naive as conv
 from engine.ops.gated_delta_rule import naive as gated
 from engine.ops.paged_attention import naive as attention
+from engine.ops.selective_scan import naive as scan
 from engine.ops.ssd import naive as ssd
 from engine.step import SamplingInput
 from engine.types import SamplingParams
@@ -54,6 +55,8 @@ def run(sheet: Sheet, setting: Setting) -> None:
                 _attention(sheet, ops, device, dtype=dtype, window=window)
         with sheet.attempt(f"gated delta rule, {name}"):
             _gated(sheet, ops, device, dtype=dtype)
+        with sheet.attempt(f"selective scan, {name}"):
+            _scan(sheet, ops, device, dtype=dtype)
         with sheet.attempt(f"ssd, {name}"):
             _ssd(sheet, ops, device, dtype=dtype)
         with sheet.attempt(f"causal conv1d, {name}"):
@@ -151,6 +154,23 @@ def _gated(sheet: Sheet, ops: Ops, device: torch.device, *, dtype: torch.dtype) 
     )
     after = _move(pool, final, exported)
     case = f"gated delta rule, {str(dtype).removeprefix('torch.')}"
+    _states(sheet, case, LIMITS[torch.float32], y=(found, y), pools=(theirs, after))
+
+
+def _scan(sheet: Sheet, ops: Ops, device: torch.device, *, dtype: torch.dtype) -> None:
+    channels, size, tokens = 1024, 16, sum(LENS)
+    x = torch.randn(tokens, channels).to(dtype)
+    b, c = torch.randn(2, tokens, size).to(dtype)
+    dt, a = torch.rand(tokens, channels), -4 * torch.rand(size, channels)
+    pool = torch.randn(NUM_UNITS, size, channels)
+    theirs = pool.to(device, copy=True)
+    rows = (part.to(device) for part in (x, dt, a, b, c))
+    found = partial(ops.selective_scan, pool=theirs, index=_index(device))(*rows)
+    y, final, exported = scan.chunk(
+        x, dt, a, b, c, query_lens=LENS, initial=pool[UNITS].double(), exports=EXPORTS
+    )
+    after = _move(pool, final, exported)
+    case = f"selective scan, {str(dtype).removeprefix('torch.')}"
     _states(sheet, case, LIMITS[torch.float32], y=(found, y), pools=(theirs, after))
 
 

@@ -150,6 +150,14 @@ def _with_other_states(both: Mapping[str, Any]) -> dict[str, PretrainedConfig]:
             moe_intermediate_size=32,
             **{**both, "num_key_value_heads": 4, "pad_token_id": 0, "bos_token_id": 1},
         ),
+        "jamba": transformers.JambaConfig(
+            num_hidden_layers=4,
+            attn_layer_period=3,
+            attn_layer_offset=1,
+            num_experts=4,
+            pad_token_id=None,
+            **both,
+        ),
         "olmo_hybrid": transformers.OlmoHybridConfig(
             num_hidden_layers=4,
             rope_parameters={"rope_theta": None, "rope_type": "default"},

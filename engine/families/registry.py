@@ -16,6 +16,7 @@ from engine.families import (
     falcon_h1,
     gemma3,
     granite_moe_hybrid,
+    jamba,
     kimi_linear,
     lfm2,
     lfm2_moe,
@@ -48,6 +49,7 @@ ARCHITECTURES: Mapping[str, Callable[[ConfigReader], ModelConfig]] = MappingProx
         "MiniMaxForCausalLM": minimax.read,
         "KimiLinearForCausalLM": kimi_linear.read,
         "OlmoHybridForCausalLM": olmo_hybrid.read,
+        "JambaForCausalLM": jamba.read,
     }
 )
 

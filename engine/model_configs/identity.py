@@ -44,8 +44,8 @@ class ModelIdentity:
     `layers` names each layer's parts, one word a layer: `attention/mlp` are two blocks,
     `attention+mamba2:norm` is one of two parts, normed after, `mlp:bare:norm` one without a norm
     before, and `mlp:residual*2.0` one that is added to twice its normed input. The fields of a part
-    stand under its name, such as
-    `attention.rope.theta`. A second kind of attention is `attention_2`.
+    stand under its name, such as `attention.rope.theta`. A second kind of attention is
+    `attention_2`.
     """
 
     fields: Mapping[str, str]

@@ -21,6 +21,7 @@ from engine.model_configs.recurrent import (
     GatedDeltaNetConfig,
     KimiDeltaAttentionConfig,
     LightningAttentionConfig,
+    Mamba1Config,
     Mamba2Config,
     ShortConvConfig,
 )
@@ -28,6 +29,7 @@ from engine.model_configs.recurrent import (
 MixerConfig = (
     AttentionConfig
     | LatentAttentionConfig
+    | Mamba1Config
     | Mamba2Config
     | GatedDeltaNetConfig
     | ShortConvConfig

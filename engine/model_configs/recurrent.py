@@ -8,6 +8,49 @@ from engine.kv_cache.spec import DTYPE_BYTES, MambaSpec, StatePart
 from engine.model_configs.config_reader import ConfigReader
 
 
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Mamba1Config:
+    """One mixer: each of `inner_size` channels has its own state of `state_size` numbers.
+
+    The channels' steps dt are a product of `dt_rank` numbers. `proj_bias`: of in_proj and out_proj.
+    """
+
+    inner_size: int
+    state_size: int
+    dt_rank: int
+    conv_kernel: int
+    conv_bias: bool
+    proj_bias: bool
+
+    def spec(self, dtype: str) -> MambaSpec:
+        """The cache contents of one such layer for one sequence."""
+        return MambaSpec(
+            kind="mamba1",
+            parts=(
+                StatePart((self.conv_kernel - 1, self.inner_size), dtype),
+                # Channels side by side, for the operator's sake: there are few numbers in each.
+                StatePart((self.state_size, self.inner_size)),
+            ),
+        )
+
+
+def read_mamba1(reader: ConfigReader) -> Mamba1Config:
+    """Reads the fields of Jamba (`mamba_expand`, ...). Raises CheckpointError."""
+    hidden = reader.require("hidden_size", int)
+    # "auto" is a sixteenth of the hidden channels, rounded up.
+    rank = -(-hidden // 16)
+    if reader.fields.get("mamba_dt_rank") != "auto":
+        rank = reader.get("mamba_dt_rank", int, rank)
+    return Mamba1Config(
+        inner_size=reader.get("mamba_expand", int, 2) * hidden,
+        state_size=reader.get("mamba_d_state", int, 16),
+        dt_rank=rank,
+        conv_kernel=reader.get("mamba_d_conv", int, 4),
+        conv_bias=reader.get("mamba_conv_bias", bool, True),
+        proj_bias=reader.get("mamba_proj_bias", bool, False),
+    )
+
+
 class Gating(StrEnum):
     """The order of norm and gate z after the scan's output y; each group has its own norm."""
 

@@ -21,6 +21,7 @@ from engine.layers.kimi_delta_attention import KimiDeltaAttention
 from engine.layers.latent_attention import LatentAttention
 from engine.layers.lightning_attention import LightningAttention
 from engine.layers.linear import Linear
+from engine.layers.mamba1 import Mamba1
 from engine.layers.mamba2 import Mamba2
 from engine.layers.mixer import ForwardPass, MakeFeedForward, MakeMixer, Part, ResidualBlock
 from engine.layers.mlp import MLP
@@ -35,6 +36,7 @@ from engine.model_configs.recurrent import (
     GatedDeltaNetConfig,
     KimiDeltaAttentionConfig,
     LightningAttentionConfig,
+    Mamba1Config,
     Mamba2Config,
     ShortConvConfig,
 )
@@ -44,6 +46,7 @@ MIXERS: Mapping[type, MakeMixer[Any]] = MappingProxyType(
     {
         AttentionConfig: Attention,
         LatentAttentionConfig: LatentAttention,
+        Mamba1Config: Mamba1,
         Mamba2Config: Mamba2,
         GatedDeltaNetConfig: GatedDeltaNet,
         ShortConvConfig: ShortConv,

@@ -19,6 +19,7 @@ from engine.ops.experts.fast import experts
 from engine.ops.gated_delta_rule.fast import gated_delta_rule
 from engine.ops.paged_attention.fast import paged_attention
 from engine.ops.scratch import Scratch
+from engine.ops.selective_scan.fast import selective_scan
 from engine.ops.ssd.fast import ssd
 
 
@@ -80,6 +81,25 @@ class GatedDeltaRule(Protocol):
     ) -> Tensor: ...
 
 
+class SelectiveScan(Protocol):
+    """Mamba1, arXiv 2312.00752: x [T, D], dt float32 [T, D], a float32 [N, D], b and c [T, N].
+
+    dt is after softplus, a is negative. A state is float32 [N, D]: with the channels side by side
+    each operation runs over long rows. Returns float32 [T, D].
+    """
+
+    def __call__(
+        self,
+        x: Tensor,
+        dt: Tensor,
+        a: Tensor,
+        b: Tensor,
+        c: Tensor,
+        pool: Tensor,
+        index: StateIndex,
+    ) -> Tensor: ...
+
+
 class StateSpaceDuality(Protocol):
     """Mamba2 (Dao & Gu 2024): x [T, H, P], dt float32 [T, H], a [H], b and c [T, G, N].
 
@@ -130,6 +150,7 @@ class Ops:
     paged_attention: PagedAttention
     causal_conv1d: CausalConv1d
     gated_delta_rule: GatedDeltaRule
+    selective_scan: SelectiveScan
     ssd: StateSpaceDuality
     experts: MixtureOfExperts
 
@@ -141,6 +162,7 @@ def torch_ops() -> Ops:
         paged_attention=partial(paged_attention, scratch=scratch),
         causal_conv1d=causal_conv1d,
         gated_delta_rule=partial(gated_delta_rule, scratch=scratch),
+        selective_scan=selective_scan,
         ssd=ssd,
         experts=experts,
     )

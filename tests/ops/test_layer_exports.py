@@ -12,6 +12,7 @@ from torch import Tensor
 from engine.forward import ForwardBatch, SequenceLens, StateCache, StateExport, StateIndex
 from engine.layers.gated_delta_net import GatedDeltaNet
 from engine.layers.lightning_attention import LightningAttention
+from engine.layers.mamba1 import Mamba1
 from engine.layers.mamba2 import Mamba2
 from engine.layers.mixer import ForwardPass
 from engine.layers.short_conv import ShortConv
@@ -20,6 +21,7 @@ from engine.model_configs.model_config import ModelConfig
 from engine.model_configs.recurrent import (
     GatedDeltaNetConfig,
     LightningAttentionConfig,
+    Mamba1Config,
     Mamba2Config,
     ShortConvConfig,
 )
@@ -36,7 +38,7 @@ MODEL = ModelConfig(
     layers=((),) * 3,
 )
 
-Layer = GatedDeltaNet | Mamba2 | ShortConv | LightningAttention
+Layer = GatedDeltaNet | Mamba1 | Mamba2 | ShortConv | LightningAttention
 
 
 def gated_delta_net(weights: Weights) -> Layer:
@@ -44,6 +46,18 @@ def gated_delta_net(weights: Weights) -> Layer:
         key_heads=2, value_heads=HEADS, key_dim=DIM, value_dim=DIM, conv_kernel=KERNEL
     )
     return GatedDeltaNet(config, weights.below("m"), MODEL, (0, 0))
+
+
+def mamba1(weights: Weights) -> Layer:
+    config = Mamba1Config(
+        inner_size=CONV,
+        state_size=HEADS,
+        dt_rank=2,
+        conv_kernel=KERNEL,
+        conv_bias=False,
+        proj_bias=False,
+    )
+    return Mamba1(config, weights.below("m"), MODEL, (0, 0))
 
 
 def mamba2(weights: Weights) -> Layer:
@@ -86,6 +100,19 @@ SHAPES: dict[Callable[[Weights], Layer], dict[str, tuple[int, ...]]] = {
         "norm.weight": (DIM,),
         **BOTH,
     },
+    mamba1: {
+        "conv1d.weight": (CONV, 1, KERNEL),
+        "in_proj.weight": (2 * CONV, HIDDEN),
+        "x_proj.weight": (2 + 2 * HEADS, CONV),
+        "dt_layernorm.weight": (2,),
+        "b_layernorm.weight": (HEADS,),
+        "c_layernorm.weight": (HEADS,),
+        "dt_proj.weight": (CONV, 2),
+        "dt_proj.bias": (CONV,),
+        "A_log": (CONV, HEADS),
+        "D": (CONV,),
+        "out_proj.weight": (HIDDEN, CONV),
+    },
     mamba2: {
         "in_proj.weight": (HEADS * DIM + CONV + HEADS, HIDDEN),
         "D": (HEADS,),
@@ -120,7 +147,8 @@ def layer(request: pytest.FixtureRequest, tmp_path: Path) -> Layer:
 def random_cache(layer: Layer) -> StateCache:
     """The same contents every time."""
     draw = torch.Generator().manual_seed(2)
-    shapes: tuple[tuple[int, ...], ...] = ((KERNEL - 1, CONV), (HEADS, DIM, DIM))
+    temporal = (HEADS, CONV) if isinstance(layer, Mamba1) else (HEADS, DIM, DIM)
+    shapes: tuple[tuple[int, ...], ...] = ((KERNEL - 1, CONV), temporal)
     if isinstance(layer, ShortConv | LightningAttention):
         shapes = shapes[:1] if isinstance(layer, ShortConv) else shapes[1:]
     return StateCache(tuple(torch.randn(UNITS, *shape, generator=draw) for shape in shapes))

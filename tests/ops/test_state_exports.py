@@ -1,4 +1,4 @@
-"""States exported from inside of segments: of the causal convolution and of both recurrences."""
+"""States exported from inside of segments: of the causal convolution and of all recurrences."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -13,6 +13,8 @@ from engine.ops.causal_conv1d import naive as naive_conv
 from engine.ops.chunk_grid import CHUNK, ChunkGrid
 from engine.ops.gated_delta_rule import fast as fast_delta
 from engine.ops.gated_delta_rule import naive as naive_delta
+from engine.ops.selective_scan import fast as fast_scan
+from engine.ops.selective_scan import naive as naive_scan
 from engine.ops.ssd import fast as fast_ssd
 from engine.ops.ssd import naive as naive_ssd
 
@@ -54,6 +56,14 @@ def delta_by_channel(
     return chunk(*qkv, g, beta=beta, query_lens=lens, initial=initial, exports=at)
 
 
+def scan(
+    chunk: Chunk, rows: list[Tensor], lens: list[int], initial: Tensor, at: Exports
+) -> Results:
+    x, b, c, dt = rows
+    a = RATES.unsqueeze(-1).expand(HEADS, DIM).contiguous()
+    return chunk(x, dt.sigmoid() / 2, a, b, c, query_lens=lens, initial=initial, exports=at)
+
+
 def ssd(chunk: Chunk, rows: list[Tensor], lens: list[int], initial: Tensor, at: Exports) -> Results:
     x, b, c, dt = rows
     dt = dt[..., 0].sigmoid() / 2
@@ -88,6 +98,7 @@ OPS = [
         [NARROW, NARROW, WIDE, WIDE, GATES],
         STATE,
     ),
+    Op(scan, fast_scan.chunk, naive_scan.chunk, [(DIM,), (HEADS,), (HEADS,), (DIM,)], (HEADS, DIM)),
     Op(ssd, fast_ssd.ssd_chunk, naive_ssd.ssd_chunk, [WIDE, NARROW, NARROW, GATES], STATE),
 ]
 

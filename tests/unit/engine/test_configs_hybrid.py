@@ -11,7 +11,7 @@ from engine.families.registry import config_of
 from engine.kv_cache.spec import FullAttentionSpec, MambaSpec, SlidingWindowSpec, StatePart
 from engine.model_configs.attention import FULL, AttentionConfig, QKNorm
 from engine.model_configs.config_reader import ConfigReader
-from engine.model_configs.feed_forward import ExpertsConfig, MLPConfig
+from engine.model_configs.feed_forward import ExpertsConfig, MLPConfig, RouterConfig
 from engine.model_configs.model_config import ModelConfig, renamed
 from engine.model_configs.recurrent import GatedDeltaNetConfig, Gating, Mamba2Config
 from engine.model_configs.rope import RopeConfig
@@ -64,6 +64,40 @@ OLMO_HYBRID = SIZES | {
     "tie_word_embeddings": False,
     "transformers_version": "5.3.0",
     "use_cache": True,
+}
+# As published for the first model, with smaller sizes.
+JAMBA = SIZES | {
+    "attention_dropout": 0.0,
+    "attn_layer_offset": 2,
+    "attn_layer_period": 4,
+    "bos_token_id": 1,
+    "calc_logits_for_entire_prompt": False,
+    "eos_token_id": 2,
+    "expert_layer_offset": 1,
+    "expert_layer_period": 2,
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "mamba_conv_bias": True,
+    "mamba_d_conv": 4,
+    "mamba_d_state": 16,
+    "mamba_dt_rank": 4,
+    "mamba_expand": 2,
+    "mamba_inner_layernorms": True,
+    "mamba_proj_bias": False,
+    "model_type": "jamba",
+    "n_ctx": 262144,
+    "num_experts": 16,
+    "num_experts_per_tok": 2,
+    "output_router_logits": False,
+    "pad_token_id": 0,
+    "rms_norm_eps": 1e-06,
+    "router_aux_loss_coef": 0.001,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.40.0.dev0",
+    "use_cache": True,
+    "use_mamba_kernels": True,
 }
 
 
@@ -208,6 +242,23 @@ def test_olmo_hybrid_as_published() -> None:
     assert read("OlmoHybrid", older) == config
 
 
+def test_jamba_as_published() -> None:
+    config = read("Jamba", JAMBA)
+    assert [group.spec for group in config.groups] == [
+        MambaSpec("mamba1", (StatePart((3, 128), "bfloat16"), StatePart((16, 128)))),
+        FullAttentionSpec(2, 16, "bfloat16"),
+    ]
+    assert [group.layers for group in config.groups] == [(0, 1, 3), (2,)]
+    assert attention_of(config).rope is None
+    dense, sparse = (dict(config.layers[layer][1].parts)["feed_forward"] for layer in (0, 1))
+    router = RouterConfig(count=16, top_k=2, renormalise=False)
+    assert dense == MLPConfig(intermediate_size=96)
+    assert sparse == ExpertsConfig(router=router, intermediate_size=96)
+    assert read("Jamba", JAMBA | {"mamba_dt_rank": "auto"}) == config
+    small = read("Jamba", JAMBA | {"num_experts": 1, "num_experts_per_tok": 2})
+    assert {dict(layer[1].parts)["feed_forward"] for layer in small.layers} == {dense}
+
+
 REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("Gemma3", {"hidden_activation": "silu"}),
     ("Gemma3", {"attention_bias": True}),
@@ -252,6 +303,15 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("OlmoHybrid", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}),
     ("OlmoHybrid", {"rope_parameters": {"rope_theta": 1e4, "rope_type": "yarn"}}),
     ("OlmoHybrid", {"rope_parameters": None}),
+    ("Jamba", {"hidden_act": "gelu"}),
+    ("Jamba", {"attention_bias": True}),
+    ("Jamba", {"mamba_inner_layernorms": False}),
+    ("Jamba", {"sliding_window": 4096}),
+    ("Jamba", {"attn_layer_offset": 4}),
+    ("Jamba", {"expert_layer_period": 0}),
+    ("Jamba", {"num_experts_per_tok": 17}),
+    ("Jamba", {"mamba_dt_rank": "full"}),
+    ("Jamba", {"quantization_config": {"quant_method": "fp8"}}),
 ]
 BASES: dict[str, dict[str, Any]] = {
     "Gemma3": GEMMA3,
@@ -259,6 +319,7 @@ BASES: dict[str, dict[str, Any]] = {
     "FalconH1": FALCON_H1,
     "Bamba": BAMBA,
     "OlmoHybrid": OLMO_HYBRID,
+    "Jamba": JAMBA,
 }
 
 

@@ -20,11 +20,19 @@ from engine.model_configs.recurrent import (
     GatedDeltaNetConfig,
     KimiDeltaAttentionConfig,
     LightningAttentionConfig,
+    Mamba1Config,
     Mamba2Config,
     ShortConvConfig,
 )
 from engine.model_configs.rope import RopeConfig
-from tests.unit.engine.test_configs_hybrid import BAMBA, FALCON_H1, GEMMA3, GRANITE, OLMO_HYBRID
+from tests.unit.engine.test_configs_hybrid import (
+    BAMBA,
+    FALCON_H1,
+    GEMMA3,
+    GRANITE,
+    JAMBA,
+    OLMO_HYBRID,
+)
 from tests.unit.engine.test_configs_kimi_linear import PUBLISHED as KIMI_LINEAR
 from tests.unit.engine.test_configs_lfm2 import LFM2
 from tests.unit.engine.test_configs_minimax import MINIMAX
@@ -50,10 +58,14 @@ FILES: dict[str, dict[str, Any]] = {
     "KimiLinearForCausalLM": KIMI_LINEAR | {"dtype": "float32"},
     "OlmoHybridForCausalLM": OLMO_HYBRID
     | {"dtype": None, "rope_parameters": None, "rope_theta": None},
+    "JambaForCausalLM": JAMBA | {"torch_dtype": None},
 }
 NOT_ROTATED = ("GraniteMoeHybridForCausalLM", "NemotronHForCausalLM", "KimiLinearForCausalLM")
 ATTENTION = AttentionConfig(
     num_heads=4, num_kv_heads=2, head_dim=16, scale=0.25, rope=RopeConfig(1e4, 8)
+)
+MAMBA1 = Mamba1Config(
+    inner_size=128, state_size=16, dt_rank=4, conv_kernel=4, conv_bias=True, proj_bias=False
 )
 MAMBA2 = Mamba2Config(
     num_heads=4,
@@ -98,6 +110,7 @@ EVERYTHING = ModelConfig(
     layers=(
         (block(ATTENTION), block(MLP, EXPERTS)),
         (block(MAMBA2, ATTENTION),),
+        (block(MAMBA1),),
         (block(DELTA_NET), block(SHORT_CONV), block(LIGHTNING)),
         (block(KIMI_DELTA), block(LATENT)),
         (),
@@ -170,7 +183,13 @@ def test_every_field_of_a_config_counts_unless_it_is_listed() -> None:
         after = identity_of(config, "w")
         assert (after.digest == before.digest) == (name in NOT_COUNTED), name
     kinds = (ModelConfig, MLPConfig, ExpertsConfig, RouterConfig, AttentionConfig, RopeConfig)
-    states = (Mamba2Config, GatedDeltaNetConfig, ShortConvConfig, LightningAttentionConfig)
+    states = (
+        Mamba1Config,
+        Mamba2Config,
+        GatedDeltaNetConfig,
+        ShortConvConfig,
+        LightningAttentionConfig,
+    )
     every = {
         f"{kind.__name__}.{field.name}"
         for kind in (*kinds, LatentAttentionConfig, *states, KimiDeltaAttentionConfig)
@@ -260,6 +279,8 @@ def test_what_changes_results_changes_the_identity(architecture: str) -> None:
     if architecture == "Gemma3ForCausalLM":
         changes += [{"sliding_window": 8}, {"query_pre_attn_scalar": 4}]
         changes += [{"rope_local_base_freq": 100.0}]
+    elif architecture == "JambaForCausalLM":
+        changes += [{"num_experts_per_tok": 3}, {"attn_layer_offset": 1}, {"mamba_dt_rank": 5}]
     elif architecture not in NOT_ROTATED:
         changes += [{"rope_theta": 100.0}, {"rope_parameters": {"rope_theta": 5.0}}]
     if architecture == "GraniteMoeHybridForCausalLM":
