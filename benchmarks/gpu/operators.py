@@ -217,7 +217,7 @@ def _small(sheet: Sheet, device: torch.device, *, dtype: torch.dtype) -> None:
     matrix = torch.randn(1024, 2560).to(dtype)
     found = x.to(device) @ matrix.to(device).t()
     sheet.near(f"product, {name}", found, x.double() @ matrix.double().t(), limit=LIMITS[dtype])
-    rope = RopeConfig(theta=1e6, factor=1.0, rotary_dim=64)
+    rope = RopeConfig(theta=1e6, rotary_dim=64)
     lens = SequenceLens(2, [1, 1], [5000, 17])
     turned = []
     for place, kind in ((device, dtype), (torch.device("cpu"), torch.float32)):

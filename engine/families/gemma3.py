@@ -12,7 +12,7 @@ from engine.model_configs.attention import FULL, QKNorm, read_attention, read_la
 from engine.model_configs.config_reader import ConfigReader
 from engine.model_configs.feed_forward import Activation, read_mlp
 from engine.model_configs.model_config import Block, ModelConfig, NamedPart, Renames, read_model
-from engine.model_configs.rope import RopeConfig, require_rope_type
+from engine.model_configs.rope import RopeConfig, rope_of
 
 SLIDING = "sliding_attention"
 # Those of transformers' class.
@@ -106,10 +106,6 @@ def _rope(text: ConfigReader, kind: str, head_dim: int) -> RopeConfig:
     if kind == FULL:
         fields = fields | text.get("rope_scaling", dict, {})
     old_key, default = THETA[kind]
+    theta = text.get(old_key, float, default)
     settings = ConfigReader(fields, f"{text.source}: rope of {kind}")
-    linear = require_rope_type(settings, ["default", "linear"]) == "linear"
-    factor = settings.require("factor", float) if linear else 1.0
-    if factor <= 0.0:
-        raise CheckpointError(f"{settings.source}: 'factor' is {factor}, not positive")
-    theta = settings.get("rope_theta", float, text.get(old_key, float, default))
-    return RopeConfig(theta, head_dim, factor)
+    return rope_of(settings, text, head_dim, theta=theta)

@@ -19,7 +19,7 @@ from transformers import (
     Qwen3NextConfig,
 )
 
-from tests.ops.parity import COMMON, ROPE, Case, ParityTests
+from tests.ops.parity import COMMON, LENGTH, ROPE, Case, ParityTests
 
 
 def heads(attention: int, keys: int, size: int) -> dict[str, int]:
@@ -36,10 +36,22 @@ def delta_heads(keys: int, values: int, key_dim: int, value_dim: int) -> dict[st
     }
 
 
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "original_max_position_embeddings": LENGTH // 2,
+    "beta_fast": 16.0,
+    "beta_slow": 2.0,
+}
 QWEN3 = {
     "plain": COMMON | heads(4, 2, 16) | {"num_hidden_layers": 3, "rope_parameters": ROPE},
     # One K/V head, heads wider than hidden / heads.
     "tied": COMMON | heads(6, 1, 32) | {"num_hidden_layers": 4, "tie_word_embeddings": True},
+    # Half of the texts' positions are past the context of pretraining.
+    "yarn": COMMON
+    | heads(4, 2, 24)
+    | {"num_hidden_layers": 3, "rope_parameters": YARN, "max_position_embeddings": 4 * LENGTH},
     "ungrouped": COMMON | heads(4, 4, 8) | {"num_hidden_layers": 2, "rms_norm_eps": 1e-3},
 }
 QWEN3_5_PLAIN = COMMON | delta_heads(2, 4, 16, 32) | heads(4, 2, 32) | {"num_hidden_layers": 8}
@@ -95,11 +107,22 @@ def spell_the_old_way(folder: Path) -> None:
     path.write_text(json.dumps(fields))
 
 
+def spell_scaling_the_old_way(folder: Path) -> None:
+    """`rope_scaling` of `type`, beside `rope_theta`."""
+    path = folder / "config.json"
+    fields = json.loads(path.read_text())
+    scaling = fields.pop("rope_parameters")
+    fields |= {"rope_theta": scaling.pop("rope_theta"), "rope_scaling": scaling}
+    scaling["type"] = scaling.pop("rope_type")
+    path.write_text(json.dumps(fields))
+
+
 class TestQwen(ParityTests):
     CASES: ClassVar = {
         "qwen3-plain": Case(Qwen3Config(**QWEN3["plain"]), spell_the_old_way),
         "qwen3-tied": Case(Qwen3Config(**QWEN3["tied"])),
         "qwen3-ungrouped": Case(Qwen3Config(**QWEN3["ungrouped"])),
+        "qwen3-yarn": Case(Qwen3Config(**QWEN3["yarn"]), spell_scaling_the_old_way),
         "qwen3_5-plain": Case(Qwen3_5TextConfig(**QWEN3_5_PLAIN)),
         "qwen3_5-tied": Case(Qwen3_5TextConfig(**QWEN3_5_TIED)),
         "qwen3_5-wrapped": Case(

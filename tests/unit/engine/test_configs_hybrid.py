@@ -14,7 +14,7 @@ from engine.model_configs.config_reader import ConfigReader
 from engine.model_configs.feed_forward import ExpertsConfig, MLPConfig, RouterConfig
 from engine.model_configs.model_config import ModelConfig, renamed
 from engine.model_configs.recurrent import GatedDeltaNetConfig, Gating, Mamba2Config
-from engine.model_configs.rope import RopeConfig
+from engine.model_configs.rope import LinearScaling, RopeConfig
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64,
@@ -133,7 +133,7 @@ def test_the_hub_leaves_out_what_equals_the_defaults_of_gemma3() -> None:
     near, far = config.mixers[0][0], config.mixers[5][0]
     assert isinstance(near, AttentionConfig)
     assert isinstance(far, AttentionConfig)
-    assert (near.rope, far.rope) == (RopeConfig(1e4, 256), RopeConfig(1e6, 256, 8.0))
+    assert (near.rope, far.rope) == (RopeConfig(1e4, 256), RopeConfig(1e6, 256, LinearScaling(8.0)))
     assert near.scale == far.scale == 1 / 16
     sliding, full = config.groups
     assert sliding.spec == SlidingWindowSpec(4, 256, "bfloat16", 1024)
@@ -270,7 +270,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("Gemma3", {"num_key_value_heads": 3}),
     ("Gemma3", {"layer_types": ["linear_attention"] * 4}),
     ("Gemma3", {"sliding_window_pattern": 0}),
-    ("Gemma3", {"rope_scaling": {"rope_type": "yarn"}}),
+    ("Gemma3", {"rope_scaling": {"rope_type": "proportional"}}),
     ("Gemma3", {"rope_scaling": {"rope_type": "linear", "factor": 0}}),
     ("Gemma3", {"rope_scaling": {"rope_type": "linear", "factor": None}}),
     ("Gemma3", {"rope_parameters": {"rope_theta": 1e6}}),
@@ -288,7 +288,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("FalconH1", {"mamba_n_groups": 3}),
     ("FalconH1", {"mamba_d_ssm": 100}),
     ("FalconH1", {"mamba_d_ssm": "auto"}),
-    ("FalconH1", {"rope_scaling": {"rope_type": "dynamic"}}),
+    ("FalconH1", {"rope_scaling": {"rope_type": "proportional"}}),
     ("Bamba", {"partial_rotary_factor": 0.25}),
     ("Bamba", {"attn_rotary_emb": 16}),
     ("Bamba", {"attn_layer_indices": [4]}),

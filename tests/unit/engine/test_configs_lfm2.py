@@ -151,7 +151,7 @@ REFUSED: list[dict[str, Any]] = [
     {"layer_types": ["conv"] * 3},
     {"layer_types": ["mamba"] * 4},
     {"full_attn_idxs": [4], "layer_types": None},
-    {"rope_parameters": {"rope_type": "yarn"}},
+    {"rope_parameters": {"rope_type": "proportional"}},
     {"quantization_config": {"quant_method": "gptq"}},
 ]
 

@@ -1,5 +1,6 @@
 """Reading config.json of the Qwen families: spellings, defaults, refusals by key and value."""
 
+from math import log, sqrt
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from engine.kv_cache.spec import FullAttentionSpec, MambaSpec, StatePart
 from engine.model_configs.attention import AttentionConfig
 from engine.model_configs.config_reader import ConfigReader
 from engine.model_configs.model_config import ModelConfig, renamed
-from engine.model_configs.rope import RopeConfig
+from engine.model_configs.rope import ChannelScaling, RopeConfig, YarnScaling
 
 QWEN3 = {
     "hidden_size": 64,
@@ -29,6 +30,8 @@ QWEN3_5 = QWEN3 | {
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 24,
 }
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192}
 
 
 def read(family: str, fields: dict[str, Any], dtype: str | None = None) -> ModelConfig:
@@ -49,12 +52,38 @@ def rope_of(config: ModelConfig) -> RopeConfig | None:
         {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
         {"rope_theta": 500000},
         {"rope_theta": 5e5, "rope_scaling": None},
+        {"rope_theta": 5e5, "rope_scaling": {"type": "dynamic", "factor": 4.0}},
+        {"rope_theta": 5e5, "rope_scaling": {"type": "mrope", "mrope_section": [8, 4, 4]}},
     ],
     ids=str,
 )
 def test_both_spellings_of_rope(rope: dict[str, Any]) -> None:
     config = read("Qwen3", QWEN3 | rope)
     assert rope_of(config) == RopeConfig(5e5, 32)
+
+
+def test_a_scaling_that_is_added_by_hand_wins() -> None:
+    """As model cards tell people to stretch a model; its base stays."""
+    saved = {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
+    added = {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}, "max_position_embeddings": 4096}
+    yarn = YarnScaling(factor=4.0, original_positions=4096)
+    magnitude = 1.0 + 0.1 * log(4.0)
+    assert rope_of(read("Qwen3", QWEN3 | saved | added)) == RopeConfig(5e5, 32, yarn, magnitude)
+
+
+def test_longrope_serves_texts_that_its_short_factors_are_for() -> None:
+    scaling: dict[str, Any] = {
+        "type": "longrope",
+        "short_factor": [1.5] * 16,
+        "long_factor": [3.0] * 16,
+    }
+    fields = QWEN3 | {"rope_scaling": scaling, "original_max_position_embeddings": 4096}
+    with pytest.raises(CheckpointError, match=r"131072 to 4096, and 'factor' to 32\.0"):
+        read("Qwen3", fields | {"max_position_embeddings": 131072})
+    scaling["factor"] = 32.0
+    rope = rope_of(read("Qwen3", fields | {"max_position_embeddings": 4096}))
+    magnitude = sqrt(1.0 + log(32.0) / log(4096))
+    assert rope == RopeConfig(1e4, 32, ChannelScaling((1.5,) * 16), magnitude)
 
 
 def test_dtype_has_two_spellings_and_may_be_overridden() -> None:
@@ -86,8 +115,11 @@ def test_the_wrapper_is_read_through_its_text_config() -> None:
         ("Qwen3", {"use_sliding_window": True}),
         ("Qwen3", {"layer_types": ["sliding_attention"] * 4}),
         ("Qwen3", {"layer_types": [["full_attention"]] * 4}),
-        ("Qwen3", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}),
-        ("Qwen3", {"rope_scaling": {"type": "linear", "factor": 2.0}}),
+        ("Qwen3", {"rope_parameters": {"rope_type": "proportional"}}),
+        ("Qwen3", {"rope_scaling": {"type": "su", "factor": 2.0}}),
+        ("Qwen3", {"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}),
+        ("Qwen3", {"rope_scaling": {"factor": 0.0, "type": "linear"}}),
+        ("Qwen3", {"rope_scaling": {"high_freq_factor": 1, "low_freq_factor": 1, **LLAMA3}}),
         ("Qwen3", {"quantization_config": {"quant_method": "fp8"}}),
         ("Qwen3", {"dtype": "int8"}),
         ("Qwen3_5", {"attn_output_gate": False}),

@@ -24,7 +24,14 @@ from engine.model_configs.recurrent import (
     Mamba2Config,
     ShortConvConfig,
 )
-from engine.model_configs.rope import RopeConfig
+from engine.model_configs.rope import (
+    ChannelScaling,
+    LinearScaling,
+    Llama3Scaling,
+    RopeConfig,
+    RopeScaling,
+    YarnScaling,
+)
 from tests.unit.engine.test_configs_hybrid import (
     BAMBA,
     FALCON_H1,
@@ -61,8 +68,22 @@ FILES: dict[str, dict[str, Any]] = {
     "JambaForCausalLM": JAMBA | {"torch_dtype": None},
 }
 NOT_ROTATED = ("GraniteMoeHybridForCausalLM", "NemotronHForCausalLM", "KimiLinearForCausalLM")
-ATTENTION = AttentionConfig(
-    num_heads=4, num_kv_heads=2, head_dim=16, scale=0.25, rope=RopeConfig(1e4, 8)
+
+
+def attention(scaling: RopeScaling | None) -> AttentionConfig:
+    rope = RopeConfig(1e4, 8, scaling)
+    return AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=16, scale=0.25, rope=rope)
+
+
+ATTENTION = attention(None)
+SCALED = tuple(
+    attention(scaling)
+    for scaling in (
+        LinearScaling(4.0),
+        YarnScaling(factor=4.0, original_positions=32),
+        Llama3Scaling(factor=4.0, original_positions=32, low=1.0, high=4.0),
+        ChannelScaling((1.0, 1.5, 2.0, 4.0)),
+    )
 )
 MAMBA1 = Mamba1Config(
     inner_size=128, state_size=16, dt_rank=4, conv_kernel=4, conv_bias=True, proj_bias=False
@@ -91,6 +112,7 @@ LATENT = LatentAttentionConfig(
     scale=0.4,
     norm_eps=1e-6,
 )
+SCALINGS = (LinearScaling, YarnScaling, Llama3Scaling, ChannelScaling)
 
 
 def block(*parts: PartConfig, norm: str | None = "norm", post_norm: str | None = None) -> Block:
@@ -113,6 +135,7 @@ EVERYTHING = ModelConfig(
         (block(MAMBA1),),
         (block(DELTA_NET), block(SHORT_CONV), block(LIGHTNING)),
         (block(KIMI_DELTA), block(LATENT)),
+        (block(*SCALED),),
         (),
     ),
     renames=(("a", "b"),),
@@ -142,6 +165,8 @@ def every_field(config: Any) -> Iterator[tuple[str, Any]]:
 def others(name: str, value: Any, hint: Any) -> Iterator[tuple[str, Any]]:
     if dataclasses.is_dataclass(value):
         yield from every_field(value)
+    elif name == "RopeConfig.scaling" and value is None:
+        yield name, LinearScaling(2.0)
     elif name == "ModelConfig.layers":
         for layer, own in enumerate(value):
             for place, old in enumerate(own):
@@ -192,7 +217,13 @@ def test_every_field_of_a_config_counts_unless_it_is_listed() -> None:
     )
     every = {
         f"{kind.__name__}.{field.name}"
-        for kind in (*kinds, LatentAttentionConfig, *states, KimiDeltaAttentionConfig)
+        for kind in (
+            *kinds,
+            *SCALINGS,
+            LatentAttentionConfig,
+            *states,
+            KimiDeltaAttentionConfig,
+        )
         for field in dataclasses.fields(kind)
     }
     nested = {
