@@ -74,7 +74,7 @@ REFUSED: Final[Mapping[str, str]] = MappingProxyType(
         "--revision": "download that revision, and give its folder",
         "--download-dir": "set HF_HOME",
         "--hf-overrides": "change the folder's config.json",
-        "--quantization": "give a folder whose weights are not quantized",
+        "--quantization": "leave it out: config.json says how weights are stored",
         "--gpu-memory-utilization": "give --kv-cache-memory-bytes",
         "--num-gpu-blocks-override": "give --kv-cache-memory-bytes",
         "--enable-lora": "merge the adapter into the weights",

@@ -13,7 +13,7 @@ from engine.model_configs.rope import read_rope
 PARTIAL_ROTARY = 0.5
 NORMS = ("input_layernorm", "pre_ff_layernorm")
 RENAMES: Renames = (
-    (r"rotary_emb\.inv_freq$|mup_vector$", None),
+    (r"mup_vector$", None),
     (r"^model\.final_layernorm\.", "model.norm."),
 )
 

@@ -1,6 +1,6 @@
 """Gemma 3 text: sliding-window layers with a full-attention layer now and then; norms all around.
 
-Bare or inside the vision-language wrapper, whose vision tower and projector are skipped.
+Bare or inside the vision-language wrapper.
 
 Hub files leave out what equals the class defaults of transformers.
 """
@@ -31,7 +31,6 @@ DEFAULTS = {
 # Wrapped models are stored as `language_model.model.*` on the hub, and as `model.language_model.*`
 # by some versions of transformers.
 RENAMES: Renames = (
-    (r"^(model\.)?(vision_tower|multi_modal_projector)\.", None),
     (r"^model\.language_model\.", "model."),
     (r"^language_model\.", ""),
 )

@@ -19,7 +19,6 @@ MAMBA = ("mamba", "linear_attention")
 ATTENTION = ("attention", "full_attention")
 # The hub's names, and those that transformers 5 has in memory, to those of other families.
 RENAMES: Renames = (
-    (r"rotary_emb\.inv_freq$", None),
     (r"\.shared_mlp\.input_linear\.", ".shared_mlp.gate_up_proj."),
     (r"\.shared_mlp\.output_linear\.", ".shared_mlp.down_proj."),
     (r"\.block_sparse_moe\.input_linear\.weight$", ".block_sparse_moe.experts.gate_up_proj"),

@@ -18,7 +18,7 @@ LIGHTNING = "linear_attention"
 THETA = 1_000_000.0
 # The hub's names of the experts, those of transformers 5 in memory, and buffers that are computed.
 RENAMES: Renames = (
-    (r"\.(slope_rate|query_decay|key_decay|diagonal_decay)$|rotary_emb\.inv_freq$", None),
+    (r"\.(slope_rate|query_decay|key_decay|diagonal_decay)$", None),
     (r"\.block_sparse_moe\.", ".mlp."),
     (r"\.w1\.", ".gate_proj."),
     (r"\.w3\.", ".up_proj."),

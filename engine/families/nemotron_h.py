@@ -30,7 +30,6 @@ LAYER_NAMES = {
     "full_attention": ATTENTION,
 }
 RENAMES: Renames = (
-    (r"^mtp\.", None),
     (r"^backbone\.", "model."),
     (r"^model\.embeddings\.", "model.embed_tokens."),
     (r"^model\.norm_f\.", "model.norm."),

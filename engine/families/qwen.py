@@ -29,7 +29,6 @@ LINEAR = "linear_attention"
 # The parts of a wrapper, and the models themselves.
 QWEN3_5 = ["qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"]
 RENAMES: Renames = (
-    (r"^mtp\.|^(model\.)?visual\.|rotary_emb\.inv_freq$", None),
     (r"^model\.language_model\.", "model."),
     (r"\.mlp\.shared_expert_gate\.", ".mlp.shared_expert.token_gate."),
 )

@@ -28,6 +28,7 @@ from engine.families import (
 from engine.kv_cache.spec import DTYPE_BYTES
 from engine.model_configs.config_reader import ConfigReader
 from engine.model_configs.model_config import ModelConfig
+from engine.model_configs.quantization import with_quantization
 
 ARCHITECTURES: Mapping[str, Callable[[ConfigReader], ModelConfig]] = MappingProxyType(
     {
@@ -61,7 +62,8 @@ def read_config(folder: Path, dtype: str | None = None, *, device: str = "cpu") 
     slower, and the weights lose nothing in float32. Raises CheckpointError for a broken file, and
     for an architecture or setting without support.
     """
-    return config_of(ConfigReader.from_folder(folder), dtype, device=device)
+    reader = with_quantization(ConfigReader.from_folder(folder), folder)
+    return config_of(reader, dtype, device=device)
 
 
 def config_of(reader: ConfigReader, dtype: str | None, *, device: str = "cpu") -> ModelConfig:

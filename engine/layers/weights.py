@@ -16,7 +16,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from engine.errors import CheckpointError
+from engine.layers.float8 import Scales
+from engine.layers.skipped import Skipped
 from engine.model_configs.model_config import Renames, renamed
+from engine.model_configs.quantization import Float8Config
 from engine.model_files import weight_files
 from engine.ops.backend import ops_for
 
@@ -28,8 +31,9 @@ log = structlog.get_logger()
 class Weights:
     """The tensors of one model folder, opened lazily; use as a context manager.
 
-    `renames`: see `model_config.Renames`. `ops` are the operators of `device`, the same for all
-    layers that are built from these weights.
+    `renames`: see `model_config.Renames`. `quantization`: how tensors are stored that are not plain
+    numbers; they come multiplied by their scales. `ops` are the operators of `device`, the same for
+    all layers that are built from these weights.
     """
 
     def __init__(
@@ -39,6 +43,7 @@ class Weights:
         device: torch.device,
         *,
         renames: Renames,
+        quantization: Float8Config | None = None,
     ) -> None:
         self.dtype = dtype
         self.device = device
@@ -46,8 +51,12 @@ class Weights:
         self._prefix = ""
         self._files = ExitStack()
         self._where: dict[str, tuple[Any, str]] = {}
+        self._stored: dict[str, tuple[Any, Path]] = {}
         for path in weight_files(folder):
-            self._open(path, renames)
+            self._open(path)
+        self._scales = Scales(quantization, self._stored)
+        self._skipped = Skipped(renames)
+        self._name(renames)
         self._untaken = set(self._where)
         self._progress = _Progress()
 
@@ -63,12 +72,22 @@ class Weights:
 
         Raises CheckpointError when it is missing or its shape is not `shape`.
         """
-        stored, tensor = self._read(name)
+        name = self._prefix + name
+        stored = self._stored_name(name)
+        tensor: Tensor = self._where[name][0].get_tensor(stored)
+        scale = self._scales.of(stored, tensor.dtype)
         if tuple(tensor.shape) != shape:
             raise CheckpointError(
                 f"tensor {stored!r} has shape {tuple(tensor.shape)}, config.json implies {shape}"
             )
-        return tensor.to(device=self.device, dtype=dtype or self.dtype)
+        self._untaken.discard(name)
+        self._progress.tell(len(self._where) - len(self._untaken), len(self._where))
+        dtype = dtype or self.dtype
+        if scale is None:
+            return tensor.to(device=self.device, dtype=dtype)
+        out = torch.empty(shape, dtype=dtype, device=self.device)
+        self._scales.multiply((stored, tensor), self._stored[scale][0].get_tensor(scale), out)
+        return out
 
     def take_joined(self, names: Sequence[str], shape: tuple[int, ...]) -> Tensor:
         """The tensors `names` end to end along the first dimension, together of `shape`.
@@ -76,27 +95,24 @@ class Weights:
         Each may hold any share of the rows: transformers saves a matrix that it had merged in
         equal parts, whatever they were before. Raises CheckpointError as `take`.
         """
-        parts = [self._read(name) for name in names]
-        rows = sum(tensor.shape[0] for _, tensor in parts)
-        for stored, tensor in parts:
-            if (rows, *tensor.shape[1:]) != shape:
+        shapes = {name: self._shape(name) for name in names}
+        rows = sum(own[0] for own in shapes.values())
+        for name, own in shapes.items():
+            if (rows, *own[1:]) != shape:
                 raise CheckpointError(
-                    f"tensor {stored!r} has shape {tuple(tensor.shape)}, and with its neighbours "
-                    f"{rows} rows; config.json implies {shape}"
+                    f"tensor {self._stored_name(self._prefix + name)!r} has shape {own}, and with "
+                    f"its neighbours {rows} rows; config.json implies {shape}"
                 )
-        joined = torch.cat([tensor for _, tensor in parts])
-        return joined.to(device=self.device, dtype=self.dtype)
+        return torch.cat([self.take(name, own) for name, own in shapes.items()])
 
-    def _read(self, name: str) -> tuple[str, Tensor]:
-        """The tensor as it is stored, and its stored name."""
-        name = self._prefix + name
+    def _stored_name(self, name: str) -> str:
         if name not in self._where:
             raise CheckpointError(f"the checkpoint has no tensor {name!r}")
-        file, stored = self._where[name]
-        tensor: Tensor = file.get_tensor(stored)
-        self._untaken.discard(name)
-        self._progress.tell(len(self._where) - len(self._untaken), len(self._where))
-        return stored, tensor
+        return self._where[name][1]
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        stored = self._stored_name(self._prefix + name)
+        return tuple(self._where[self._prefix + name][0].get_slice(stored).get_shape())
 
     def __contains__(self, name: str) -> bool:
         return self._prefix + name in self._where
@@ -108,6 +124,8 @@ class Weights:
             raise CheckpointError(
                 f"{len(self._untaken)} tensors are not part of this architecture: {some}"
             )
+        self._scales.tell(self.dtype)
+        self._skipped.tell()
 
     def __enter__(self) -> Self:
         return self
@@ -115,7 +133,7 @@ class Weights:
     def __exit__(self, *_: object) -> None:
         self._files.close()
 
-    def _open(self, path: Path, renames: Renames) -> None:
+    def _open(self, path: Path) -> None:
         try:
             # For the reason: safetensors says of all files that it cannot open that there is none.
             path.open("rb").close()
@@ -123,8 +141,19 @@ class Weights:
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{path} cannot be read: {error}") from error
         for stored in file.keys():  # noqa: SIM118 - not a dict
+            if stored in self._stored:
+                other = self._stored[stored][1].name
+                raise CheckpointError(f"tensor {stored!r} is in {other} and in {path.name}")
+            self._stored[stored] = (file, path)
+
+    def _name(self, renames: Renames) -> None:
+        for stored, (file, _) in self._stored.items():
+            if stored in self._scales:
+                continue
             name = renamed(stored, renames)
-            if name is not None:
+            if name is None:
+                self._skipped.add(stored, file.get_tensor(stored).nbytes)
+            else:
                 self._where[name] = (file, stored)
 
 

@@ -11,12 +11,13 @@ feed-forward part with the name of its tensors:
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from engine.kv_cache.spec import KVCacheGroup, LayerSpec, form_groups
 from engine.model_configs.attention import AttentionConfig, LatentAttentionConfig
 from engine.model_configs.config_reader import ConfigReader
 from engine.model_configs.feed_forward import ExpertsConfig, MLPConfig
+from engine.model_configs.quantization import UNUSED_SCALES, Float8Config, read_quantization
 from engine.model_configs.recurrent import (
     GatedDeltaNetConfig,
     KimiDeltaAttentionConfig,
@@ -46,19 +47,39 @@ Renames = tuple[tuple[str, str | None], ...]
 """Stored names of tensors to those that a model asks for.
 
 Every (pattern, replacement) in order, as of `re.sub`; a tensor whose name has a pattern with None
-is skipped by design (vision towers, heads that predict further tokens, what is computed).
+is skipped by design. `COMMON_SKIPS` come after those of a family.
 """
+COMMON_SKIPS: Final[Renames] = (
+    # Heads that predict further tokens.
+    (r"^(model\.)?mtp\.", None),
+    # Towers of wrappers, and what takes their outputs to those of embeddings.
+    (r"^(model\.)?(visual|vision_tower|vision_model|audio_tower)\.", None),
+    (r"^(model\.)?(multi_modal_projector|mm_projector|embed_vision|embed_audio)\.", None),
+    # Computed from the config.
+    (r"rotary_emb\.inv_freq$", None),
+)
+PREDICTION_LAYERS: Final = ("num_nextn_predict_layers", "num_mtp_modules")
+"""Fields for layers after the last that predict further tokens (DeepSeek and GLM, MiniMax)."""
 
 
 def renamed(stored: str, renames: Renames) -> str | None:
     """The name by which a model asks for the tensor `stored`; None: it is skipped by design."""
+    return _found(stored, renames)[0]
+
+
+def skipped_by(stored: str, renames: Renames) -> str:
+    """The part of a skipped tensor's name for which it is skipped."""
+    return _found(stored, renames)[1]
+
+
+def _found(stored: str, renames: Renames) -> tuple[str | None, str]:
     name = stored
-    for pattern, replacement in renames:
+    for pattern, replacement in (*renames, *COMMON_SKIPS):
         if replacement is not None:
             name = re.sub(pattern, replacement, name)
-        elif re.search(pattern, name):
-            return None
-    return name
+        elif match := re.search(pattern, name):
+            return None, match[0]
+    return name, ""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -93,6 +114,8 @@ def decoder_layer(
 class ModelConfig:
     """One model. Its tensors are found under their stored names after `renames`.
 
+    `quantization`: how those are stored that are not plain numbers.
+
     `layers[i]`: the blocks of layer i. `dtype`: of weights and activations. `norm_offset` is added
     to stored norm weights. Embeddings are multiplied by `embedding_scale`, which is rounded to
     `dtype` first where `rounds_embedding_scale`; logits by `logits_scale`; then a logit x becomes
@@ -107,6 +130,7 @@ class ModelConfig:
     dtype: str
     layers: tuple[tuple[Block, ...], ...]
     renames: Renames = ()
+    quantization: Float8Config | None = None
     norm_offset: float = 0.0
     residual_in_fp32: bool = False
     embedding_scale: float = 1.0
@@ -141,15 +165,26 @@ class ModelConfig:
 def read_model(reader: ConfigReader, *, positions: int, eps: float, **own: Any) -> ModelConfig:
     """A ModelConfig of `own` fields, and of the others under their common names.
 
-    `positions` and `eps` are the family's defaults. Raises CheckpointError, also for quantized
-    checkpoints: tensors are read as they are stored.
+    `positions` and `eps` are the family's defaults. Raises CheckpointError.
     """
-    reader.require_one_of("quantization_config", [])
+    quantization = read_quantization(reader)
+    renames: Renames = (*own.pop("renames", ()), *_prediction_layers(reader, len(own["layers"])))
+    if quantization is not None:
+        renames = (*renames, (UNUSED_SCALES, None))
     return ModelConfig(
         vocab_size=reader.require("vocab_size", int),
         hidden_size=reader.require("hidden_size", int),
         max_position_embeddings=reader.get("max_position_embeddings", int, positions),
         tie_word_embeddings=reader.get("tie_word_embeddings", bool, False),
         dtype=reader.get("dtype", str, reader.get("torch_dtype", str, "float32")),
+        renames=renames,
+        quantization=quantization,
         **{"rms_norm_eps": reader.get("rms_norm_eps", float, eps), **own},
     )
+
+
+def _prediction_layers(reader: ConfigReader, layers: int) -> Renames:
+    """Skips the layers after the last that config.json says are there, and no others."""
+    count = sum(reader.get(key, int, 0) for key in PREDICTION_LAYERS)
+    numbers = "|".join(map(str, range(layers, layers + count)))
+    return ((rf"^model\.layers\.({numbers})\.", None),) if numbers else ()

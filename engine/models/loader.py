@@ -48,7 +48,9 @@ def load_model(folder: Path, config: ModelConfig, device: torch.device) -> Causa
     start = time.monotonic()
     log.info("loading the model", folder=str(folder), dtype=config.dtype)
     dtype = TORCH_DTYPES[config.dtype]
-    with Weights(folder, dtype, device, renames=config.renames) as weights:
+    with Weights(
+        folder, dtype, device, renames=config.renames, quantization=config.quantization
+    ) as weights:
         model = build(config, weights)
         weights.finish()
     log.info("the model is loaded", seconds=round(time.monotonic() - start, 1))

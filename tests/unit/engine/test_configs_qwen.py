@@ -120,7 +120,7 @@ def test_the_wrapper_is_read_through_its_text_config() -> None:
         ("Qwen3", {"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}),
         ("Qwen3", {"rope_scaling": {"factor": 0.0, "type": "linear"}}),
         ("Qwen3", {"rope_scaling": {"high_freq_factor": 1, "low_freq_factor": 1, **LLAMA3}}),
-        ("Qwen3", {"quantization_config": {"quant_method": "fp8"}}),
+        ("Qwen3", {"quantization_config": {"quant_method": "awq"}}),
         ("Qwen3", {"dtype": "int8"}),
         ("Qwen3_5", {"attn_output_gate": False}),
         ("Qwen3_5", {"layer_types": ["linear_attention"] * 3}),

@@ -16,6 +16,7 @@ from engine.model_configs.config_reader import ConfigReader
 from engine.model_configs.feed_forward import ExpertsConfig, MLPConfig, RouterConfig
 from engine.model_configs.identity import NOT_COUNTED, ModelIdentity, identity_of
 from engine.model_configs.model_config import Block, ModelConfig, PartConfig
+from engine.model_configs.quantization import Float8Config
 from engine.model_configs.recurrent import (
     GatedDeltaNetConfig,
     KimiDeltaAttentionConfig,
@@ -139,6 +140,7 @@ EVERYTHING = ModelConfig(
         (),
     ),
     renames=(("a", "b"),),
+    quantization=Float8Config((128, 128)),
 )
 """No family has all of it, but every class of config is in it."""
 
@@ -220,6 +222,7 @@ def test_every_field_of_a_config_counts_unless_it_is_listed() -> None:
         for kind in (
             *kinds,
             *SCALINGS,
+            Float8Config,
             LatentAttentionConfig,
             *states,
             KimiDeltaAttentionConfig,
@@ -228,6 +231,7 @@ def test_every_field_of_a_config_counts_unless_it_is_listed() -> None:
     }
     nested = {
         "ModelConfig.layers",
+        "ModelConfig.quantization",
         "AttentionConfig.rope",
         "ExpertsConfig.router",
     }

@@ -216,7 +216,10 @@ BAD_CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "dtype": ({"torch_dtype": "float64"}, "float64"),
     "missing": ({"hidden_size": None}, "hidden_size"),
     "mistyped": ({"hidden_size": "16"}, "hidden_size.*'16'"),
-    "quantized": ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+    "quantized": (
+        {"quantization_config": {"quant_method": "mxfp4"}},
+        "'mxfp4' is not supp.*bfloat16",
+    ),
     "architecture": (
         {"architectures": ["LlamaForCausalLM"]},
         r"LlamaForCausalLM.*NemotronHForCausalLM, .*Qwen3ForCausalLM",
