@@ -1,10 +1,11 @@
-"""The arena plan, and what a tier after it holds, for people; and the plan for metrics."""
+"""The arena plan, a model's bytes and what a tier holds, for people; and the plan for metrics."""
 
 from engine.kv_cache.arena_plan import ArenaPlan
 from engine.kv_cache.spec import LatentAttentionSpec, MambaSpec, SlidingWindowSpec
 
 MANY_TOKENS = 1 << 40
 PROMPTS = (1024, 8192, 65536)
+HAND_OVER_TOKENS = 4096
 COLUMNS = ("group", "holds", "layers", "bytes each", "per unit", "waste")
 
 
@@ -22,6 +23,39 @@ def plan_report(plan: ArenaPlan, max_model_len: int) -> str:
         cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
+
+
+def content_report(plan: ArenaPlan, max_model_len: int) -> str:
+    """Bytes of a token and of a sequence's states by group, and of a hand-over of a long prompt."""
+    lines = []
+    for number, group in enumerate(plan.groups):
+        head, spec = (
+            f"group {number}, {_kind(plan, number)}, {len(group.layers)} layers:",
+            group.spec,
+        )
+        if isinstance(spec, MambaSpec):
+            lines.append(f"{head} {plan.block_bytes(number):,} bytes a sequence; in each:")
+            lines += [
+                f"    {list(part.shape)!s:<20} {part.dtype:<10} {part.nbytes:>14,}"
+                for part in spec.parts
+            ]
+        else:
+            nbytes = plan.block_bytes(number) // plan.block_size_of(number)
+            lines.append(f"{head} {nbytes:,} bytes a token")
+    tokens = min(HAND_OVER_TOKENS, max_model_len)
+    attention = sum(_attention_bytes(plan, group, tokens) for group in plan.attention_groups)
+    lines += [
+        f"a hand-over of {tokens:,} tokens: {attention + plan.state_bytes:,} bytes,",
+        f"    {attention:,} of attention and {plan.state_bytes:,} of states",
+    ]
+    return "\n".join(lines)
+
+
+def _attention_bytes(plan: ArenaPlan, group: int, num_tokens: int) -> int:
+    """Bytes of the whole blocks that a sequence of so many tokens still needs in `group`."""
+    spec, size = plan.groups[group].spec, plan.block_size_of(group)
+    first = spec.first_needed(num_tokens) if isinstance(spec, SlidingWindowSpec) else 0
+    return (plan.blocks_for(group, num_tokens) - first // size) * plan.block_bytes(group)
 
 
 def tier_report(plan: ArenaPlan, tier_bytes: int, max_model_len: int) -> str:
@@ -63,19 +97,23 @@ def plan_labels(plan: ArenaPlan) -> dict[str, int]:
 
 
 def _row(plan: ArenaPlan, group: int) -> tuple[str, ...]:
-    spec, layers = plan.groups[group].spec, plan.groups[group].layers
-    if isinstance(spec, MambaSpec):
-        kind = f"{spec.kind} state"
-    else:
-        window = f"window {spec.window}, " if isinstance(spec, SlidingWindowSpec) else ""
-        name = "latent attention" if isinstance(spec, LatentAttentionSpec) else "attention"
-        kind = f"{name}, {window}{plan.block_size_of(group)}-token blocks"
-    size, per_unit = plan.block_bytes(group), plan.blocks_per_unit[group]
+    kind, size, per_unit = _kind(plan, group), plan.block_bytes(group), plan.blocks_per_unit[group]
+    if group in plan.attention_groups:
+        kind = f"{kind}, {plan.block_size_of(group)}-token blocks"
     return (
         str(group),
         kind,
-        str(len(layers)),
+        str(len(plan.groups[group].layers)),
         f"{size:,}",
         str(per_unit),
         f"{plan.waste(group):.2%}",
     )
+
+
+def _kind(plan: ArenaPlan, group: int) -> str:
+    spec = plan.groups[group].spec
+    if isinstance(spec, MambaSpec):
+        return f"{spec.kind} state"
+    if isinstance(spec, SlidingWindowSpec):
+        return f"attention, window {spec.window}"
+    return "latent attention" if isinstance(spec, LatentAttentionSpec) else "attention"

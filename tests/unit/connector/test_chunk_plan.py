@@ -10,12 +10,14 @@ from connector.offload.index import ItemIndex
 from engine.kv_cache.arena_plan import plan_arena
 from engine.kv_cache.listener import CachedBlocks
 from engine.kv_cache.prefix import PrefixDigests, PrefixHasher
-from engine.kv_cache.report import prompt_bytes, tier_report
+from engine.kv_cache.report import content_report, prompt_bytes, tier_report
 from engine.kv_cache.spec import (
     FullAttentionSpec,
     KVCacheGroup,
     LatentAttentionSpec,
+    MambaSpec,
     SlidingWindowSpec,
+    StatePart,
 )
 
 BLOCK, HASH_BLOCK = 64, 16
@@ -72,6 +74,34 @@ def test_a_token_of_a_latent_is_one_row_in_each_layer() -> None:
     latent = KVCacheGroup(LatentAttentionSpec(1, 24, "float32"), layers=(0, 2))
     plan = plan_arena((latent,), BLOCK, 1 << 20, hash_block_size=HASH_BLOCK)
     assert ChunkPlan(plan, 16).rows(0) == (2, 24 * 4)
+
+
+def test_what_a_model_keeps_and_hands_over_is_written_down() -> None:
+    state = MambaSpec("mamba2", (StatePart((3, 64), "bfloat16"), StatePart((2, 8, 16))))
+    groups = (
+        KVCacheGroup(FullAttentionSpec(2, 16, "bfloat16"), layers=(0, 2, 4)),
+        KVCacheGroup(SlidingWindowSpec(1, 16, "bfloat16", window=100), layers=(1,)),
+        KVCacheGroup(LatentAttentionSpec(1, 40, "bfloat16"), layers=(3,)),
+        KVCacheGroup(state, layers=(5, 6)),
+    )
+    plan = plan_arena(groups, 16, 1 << 20)
+    # Of the window, from the block of token 4096 + 1 - 100 on; a token has K and V, or a latent.
+    window = 4096 - 3997 // 16 * 16
+    attention = 4096 * (3 * 2 * 2 * 16 * 2 + 40 * 2) + window * 2 * 16 * 2
+    states = 2 * (512 + 1024)
+    assert content_report(plan, 10_000).splitlines() == [
+        "group 0, attention, 3 layers: 384 bytes a token",
+        "group 1, attention, window 100, 1 layers: 64 bytes a token",
+        "group 2, latent attention, 1 layers: 80 bytes a token",
+        f"group 3, mamba2 state, 2 layers: {states:,} bytes a sequence; in each:",
+        "    [3, 64]              bfloat16              512",
+        "    [2, 8, 16]           float32             1,024",
+        f"a hand-over of 4,096 tokens: {attention + states:,} bytes,",
+        f"    {attention:,} of attention and {states:,} of states",
+    ]
+    # Whole blocks move: all of the window's seven.
+    whole = 112 * (3 * 2 * 2 * 16 * 2 + 40 * 2 + 2 * 16 * 2)
+    assert f"a hand-over of 100 tokens: {whole + states:,} bytes," in content_report(plan, 100)
 
 
 def test_chunks_that_no_prompt_fills_are_warned_of() -> None:
