@@ -26,6 +26,8 @@ FAMILIES = (
     "falcon_h1",
     "bamba",
     "kimi_linear",
+    "olmo_hybrid",
+    "jamba",
 )
 ALLOWED = 2e-3
 SIXTEEN_BITS = ("qwen3_5", "nemotron_h")
