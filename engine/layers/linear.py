@@ -68,7 +68,10 @@ def load_linear(
     one per output. `order` int64 [out] then puts the outputs in another order.
     """
     # Scales are folded into the weights once, so that no forward pass multiplies by them.
-    matrix = torch.cat([weights.take(f"{name}.weight", (n, inputs)) for name, n in sizes.items()])
+    rows = list(sizes.values())
+    matrix = torch.empty((sum(rows), inputs), dtype=weights.dtype, device=weights.device)
+    for (name, n), part in zip(sizes.items(), matrix.split_with_sizes(rows), strict=True):
+        weights.take(f"{name}.weight", (n, inputs), out=part)
     columns = output_scale.unsqueeze(1) if isinstance(output_scale, Tensor) else output_scale
     matrix = scaled(matrix, columns * input_scale)
     biases = None

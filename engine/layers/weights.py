@@ -1,35 +1,46 @@
 """Checkpoint tensors by name: each is taken once; what is missing, extra or misshapen is named.
 
-Reads safetensors, single or sharded. Knows nothing of architectures.
+Knows nothing of architectures.
 """
 
-import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from copy import copy
-from pathlib import Path
-from typing import Any, Self
+from types import MappingProxyType
+from typing import Final, Self
 
-import structlog
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from engine.errors import CheckpointError
 from engine.layers.float8 import Scales
 from engine.layers.skipped import Skipped
+from engine.layers.weight_files import StoredTensor, WeightFiles
 from engine.model_configs.model_config import Renames, renamed
 from engine.model_configs.quantization import Float8Config
-from engine.model_files import weight_files
 from engine.ops.backend import ops_for
 
-TELL_S = 5.0
-
-log = structlog.get_logger()
+STORED_DTYPES: Final[Mapping[str, torch.dtype]] = MappingProxyType(
+    {
+        "F64": torch.float64,
+        "F32": torch.float32,
+        "F16": torch.float16,
+        "BF16": torch.bfloat16,
+        "F8_E4M3": torch.float8_e4m3fn,
+        "F8_E5M2": torch.float8_e5m2,
+        "F8_E8M0": torch.float8_e8m0fnu,
+        "I64": torch.int64,
+        "I32": torch.int32,
+        "I16": torch.int16,
+        "I8": torch.int8,
+        "U8": torch.uint8,
+        "BOOL": torch.bool,
+    }
+)
 
 
 class Weights:
-    """The tensors of one model folder, opened lazily; use as a context manager.
+    """The tensors of one model folder, read when they are taken, while its `files` are open.
 
     `renames`: see `model_config.Renames`. `quantization`: how tensors are stored that are not plain
     numbers; they come multiplied by their scales. `ops` are the operators of `device`, the same for
@@ -38,7 +49,7 @@ class Weights:
 
     def __init__(
         self,
-        folder: Path,
+        files: WeightFiles,
         dtype: torch.dtype,
         device: torch.device,
         *,
@@ -49,44 +60,55 @@ class Weights:
         self.device = device
         self.ops = ops_for(device)
         self._prefix = ""
-        self._files = ExitStack()
-        self._where: dict[str, tuple[Any, str]] = {}
-        self._stored: dict[str, tuple[Any, Path]] = {}
-        for path in weight_files(folder):
-            self._open(path)
+        self._files = files
+        self._stored = _by_stored_name(files)
         self._scales = Scales(quantization, self._stored)
         self._skipped = Skipped(renames)
-        self._name(renames)
+        self._where: dict[str, StoredTensor] = {}
+        for stored in files.tensors:
+            name = renamed(stored.name, renames)
+            if name is None:
+                self._skipped.add(stored.name, stored.num_bytes)
+            elif stored.name not in self._scales:
+                self._where[name] = stored
         self._untaken = set(self._where)
-        self._progress = _Progress()
+        files.read_ahead(self._where.values())
 
     def below(self, name: str) -> Self:
         """The same tensors by shorter names: `take("x")` of it takes `<name>.x`."""
-        # A shallow copy: files, taken names and progress stay those of the whole folder.
+        # A shallow copy: files and taken names stay those of the whole folder.
         part = copy(self)
         part._prefix = f"{self._prefix}{name}."
         return part
 
-    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
+    def take(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        dtype: torch.dtype | None = None,
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
         """The tensor `name`, converted to `dtype` (default: the model's), on the model's device.
 
-        Raises CheckpointError when it is missing or its shape is not `shape`.
+        `out`, contiguous, is filled and returned instead of a new tensor: of several that make up
+        one matrix, no copy is made. Raises CheckpointError when the tensor is missing, its shape is
+        not `shape`, or it cannot be read.
         """
-        name = self._prefix + name
-        stored = self._stored_name(name)
-        tensor: Tensor = self._where[name][0].get_tensor(stored)
-        scale = self._scales.of(stored, tensor.dtype)
-        if tuple(tensor.shape) != shape:
+        stored = self._find(name)
+        if stored.shape != shape:
             raise CheckpointError(
-                f"tensor {stored!r} has shape {tuple(tensor.shape)}, config.json implies {shape}"
+                f"tensor {stored.name!r} has shape {stored.shape}, config.json implies {shape}"
             )
-        self._untaken.discard(name)
-        self._progress.tell(len(self._where) - len(self._untaken), len(self._where))
-        dtype = dtype or self.dtype
+        if out is None:
+            out = torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
+        scale = self._scales.of(stored.name, _dtype_of(stored))
         if scale is None:
-            return tensor.to(device=self.device, dtype=dtype)
-        out = torch.empty(shape, dtype=dtype, device=self.device)
-        self._scales.multiply((stored, tensor), self._stored[scale][0].get_tensor(scale), out)
+            self._fill(out, stored)
+        else:
+            weight = (stored.name, self._as_stored(stored))
+            self._scales.multiply(weight, self._as_stored(self._stored[scale]), out)
+        self._untaken.discard(self._prefix + name)
         return out
 
     def take_joined(self, names: Sequence[str], shape: tuple[int, ...]) -> Tensor:
@@ -95,24 +117,15 @@ class Weights:
         Each may hold any share of the rows: transformers saves a matrix that it had merged in
         equal parts, whatever they were before. Raises CheckpointError as `take`.
         """
-        shapes = {name: self._shape(name) for name in names}
-        rows = sum(own[0] for own in shapes.values())
-        for name, own in shapes.items():
-            if (rows, *own[1:]) != shape:
+        parts = {name: self._find(name) for name in names}
+        rows = sum(stored.shape[0] for stored in parts.values())
+        for stored in parts.values():
+            if (rows, *stored.shape[1:]) != shape:
                 raise CheckpointError(
-                    f"tensor {self._stored_name(self._prefix + name)!r} has shape {own}, and with "
-                    f"its neighbours {rows} rows; config.json implies {shape}"
+                    f"tensor {stored.name!r} has shape {stored.shape}, and with its neighbours "
+                    f"{rows} rows; config.json implies {shape}"
                 )
-        return torch.cat([self.take(name, own) for name, own in shapes.items()])
-
-    def _stored_name(self, name: str) -> str:
-        if name not in self._where:
-            raise CheckpointError(f"the checkpoint has no tensor {name!r}")
-        return self._where[name][1]
-
-    def _shape(self, name: str) -> tuple[int, ...]:
-        stored = self._stored_name(self._prefix + name)
-        return tuple(self._where[self._prefix + name][0].get_slice(stored).get_shape())
+        return torch.cat([self.take(name, stored.shape) for name, stored in parts.items()])
 
     def __contains__(self, name: str) -> bool:
         return self._prefix + name in self._where
@@ -120,50 +133,62 @@ class Weights:
     def finish(self) -> None:
         """Raises CheckpointError naming the tensors that nobody took."""
         if self._untaken:
-            some = ", ".join(sorted(self._where[name][1] for name in self._untaken)[:5])
+            some = ", ".join(sorted(self._where[name].name for name in self._untaken)[:5])
             raise CheckpointError(
                 f"{len(self._untaken)} tensors are not part of this architecture: {some}"
             )
         self._scales.tell(self.dtype)
         self._skipped.tell()
 
-    def __enter__(self) -> Self:
-        return self
+    def _find(self, name: str) -> StoredTensor:
+        name = self._prefix + name
+        if name not in self._where:
+            raise CheckpointError(f"the checkpoint has no tensor {name!r}")
+        return self._where[name]
 
-    def __exit__(self, *_: object) -> None:
-        self._files.close()
+    def _as_stored(self, stored: StoredTensor) -> Tensor:
+        """In its own type, on the host."""
+        tensor = torch.empty(stored.shape, dtype=_dtype_of(stored))
+        self._fill(tensor, stored)
+        return tensor
 
-    def _open(self, path: Path) -> None:
-        try:
-            # For the reason: safetensors says of all files that it cannot open that there is none.
-            path.open("rb").close()
-            file = self._files.enter_context(safe_open(str(path), framework="pt"))
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{path} cannot be read: {error}") from error
-        for stored in file.keys():  # noqa: SIM118 - not a dict
-            if stored in self._stored:
-                other = self._stored[stored][1].name
-                raise CheckpointError(f"tensor {stored!r} is in {other} and in {path.name}")
-            self._stored[stored] = (file, path)
+    def _fill(self, out: Tensor, stored: StoredTensor) -> None:
+        """Reads `stored` into `out`, converted."""
+        dtype = _dtype_of(stored)
+        if stored.num_bytes != out.numel() * dtype.itemsize:
+            raise CheckpointError(
+                f"{stored.path} cannot be read: tensor {stored.name!r} of type {stored.dtype} and "
+                f"shape {stored.shape} has {stored.num_bytes} bytes"
+            )
+        flat = out.view(-1)
 
-    def _name(self, renames: Renames) -> None:
-        for stored, (file, _) in self._stored.items():
-            if stored in self._scales:
-                continue
-            name = renamed(stored, renames)
-            if name is None:
-                self._skipped.add(stored, file.get_tensor(stored).nbytes)
-            else:
-                self._where[name] = (file, stored)
+        @contextmanager
+        def converted(offset: int, size: int) -> Iterator[memoryview]:
+            with self._files.buffer(size) as block:
+                yield block
+                if size:
+                    items = torch.frombuffer(block, dtype=dtype)
+                    flat[offset // dtype.itemsize :][: len(items)].copy_(items)
+
+        if dtype == out.dtype and out.device.type == "cpu":
+            memory = flat.view(torch.uint8).numpy().data
+            self._files.read(stored, lambda at, size: nullcontext(memory[at : at + size]))
+        else:
+            self._files.read(stored, converted)
 
 
-class _Progress:
-    """Large models take minutes to load: says now and then how far it is."""
+def _by_stored_name(files: WeightFiles) -> dict[str, StoredTensor]:
+    """All tensors; CheckpointError for one that is in two files."""
+    found: dict[str, StoredTensor] = {}
+    for stored in files.tensors:
+        if stored.name in found:
+            other = found[stored.name].path.name
+            raise CheckpointError(f"tensor {stored.name!r} is in {other} and in {stored.path.name}")
+        found[stored.name] = stored
+    return found
 
-    def __init__(self) -> None:
-        self._told = time.monotonic()
 
-    def tell(self, done: int, total: int) -> None:
-        if time.monotonic() - self._told > TELL_S:
-            self._told = time.monotonic()
-            log.info("loading", tensors=done, of=total)
+def _dtype_of(stored: StoredTensor) -> torch.dtype:
+    if stored.dtype not in STORED_DTYPES:
+        raise CheckpointError(f"tensor {stored.name!r} has type {stored.dtype}, not one we know")
+    return STORED_DTYPES[stored.dtype]

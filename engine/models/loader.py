@@ -1,5 +1,6 @@
 """From a folder and its config to a model that runs."""
 
+import threading
 import time
 from pathlib import Path
 from typing import Protocol
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.forward import TORCH_DTYPES, ForwardBatch, LayerCaches
+from engine.layers.weight_files import WeightFiles
 from engine.layers.weights import Weights
 from engine.model_configs.identity import ModelIdentity, identity_of
 from engine.model_configs.model_config import ModelConfig
@@ -30,11 +32,12 @@ log = structlog.get_logger()
 
 
 def load_and_identify(
-    folder: Path, config: ModelConfig, device: torch.device
+    folder: Path, config: ModelConfig, device: torch.device, *, stop: threading.Event | None = None
 ) -> tuple[CausalLM, ModelIdentity]:
-    """As `load_model`, and the model's identity, whose digest is computed meanwhile."""
-    with WeightsDigest(folder) as digest:
-        model = load_model(folder, config, device)
+    """As `load_model`, and the model's identity, from the same bytes. `stop`, once set, ends it."""
+    with WeightFiles(folder, stop) as files:
+        digest = WeightsDigest(files)
+        model = _load(files, config, device)
         identity = identity_of(config, digest.result())
     log.info("the model is known", identity=identity.digest)
     return model, identity
@@ -43,15 +46,24 @@ def load_and_identify(
 def load_model(folder: Path, config: ModelConfig, device: torch.device) -> CausalLM:
     """The model in `folder` as `config` (from `read_config`) describes it, on `device`.
 
-    Raises CheckpointError for tensors that are missing, misshapen or not part of the architecture.
+    Raises CheckpointError for tensors that are missing, misshapen or not part of the architecture,
+    and for files that cannot be read.
     """
+    with WeightFiles(folder) as files:
+        return _load(files, config, device)
+
+
+def _load(files: WeightFiles, config: ModelConfig, device: torch.device) -> CausalLM:
     start = time.monotonic()
-    log.info("loading the model", folder=str(folder), dtype=config.dtype)
-    dtype = TORCH_DTYPES[config.dtype]
-    with Weights(
-        folder, dtype, device, renames=config.renames, quantization=config.quantization
-    ) as weights:
-        model = build(config, weights)
-        weights.finish()
+    log.info("loading the model", folder=str(files.folder), dtype=config.dtype)
+    weights = Weights(
+        files,
+        TORCH_DTYPES[config.dtype],
+        device,
+        renames=config.renames,
+        quantization=config.quantization,
+    )
+    model = build(config, weights)
+    weights.finish()
     log.info("the model is loaded", seconds=round(time.monotonic() - start, 1))
     return model

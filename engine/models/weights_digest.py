@@ -1,7 +1,7 @@
 """A digest of every byte of a model's tensors, computed while they are loaded. Torch-free.
 
-It is the sum of the tensors' own digests, so neither the number nor the names of the files count,
-nor the order of tensors in them. Tensors that a model does not load count like the others.
+It is the sum of the digests of all blocks of all tensors, so neither the number nor the names of
+the files count, nor the order of tensors in them. Tensors that a model does not load count too.
 
 Digests of files are kept beside the weights, for all nodes that read them, or else in the user's
 cache folder; where neither can be written to, each start computes anew. A record that is damaged,
@@ -14,45 +14,27 @@ import secrets
 import threading
 import time
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
-from typing import Annotated, Final, NamedTuple, Self
+from typing import Annotated, Final
 
 import msgspec
 import structlog
 import xxhash
 
 from engine.errors import CheckpointError
+from engine.layers.weight_files import FileStat, StoredTensor, WeightFiles
 from engine.model_files import read_bytes, weight_files
 from engine.struct_types import learned
 
-VERSION: Final = 1
+VERSION: Final = 2
+"""Goes up where the same tensors get another digest."""
 BESIDE: Final = ".tandem-weights.json"
 MAX_RECORD_BYTES: Final = 4 << 20
 MAX_RECORDS: Final = 256
 """In the user's cache folder: of models that were used last."""
 TICK_NS: Final = 2_000_000_000
 """The coarsest clock of a file system: what was written so lately may change unseen."""
-
-
-class FileStat(NamedTuple):
-    """Marks of a file that differ from another's, and change when it is written again.
-
-    `changed_ns` is set by the kernel alone: a copy that keeps `mtime_ns` does not keep this one.
-    """
-
-    size: int
-    mtime_ns: int
-    changed_ns: int
-    inode: int
-
-    @classmethod
-    def of(cls, path: Path) -> "FileStat":
-        """May raise OSError."""
-        found = path.stat()
-        return cls(found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino)
 
 
 class _Known(msgspec.Struct, frozen=True):
@@ -139,109 +121,64 @@ def _write(place: Path, content: bytes) -> None:
             old.unlink(missing_ok=True)
 
 
-THREADS: Final = 4
-BLOCK_BYTES: Final = 8 << 20
-MAX_HEADER: Final = 100_000_000
-"""Of a safetensors file; its own readers take no more."""
 MODULUS: Final = 1 << 128
 
 log = structlog.get_logger()
 
 
-class _Stored(msgspec.Struct, frozen=True):
-    """One tensor in the header of a safetensors file; offsets are from the header's end."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    data_offsets: tuple[int, int]
-
-
-class _Tensor(NamedTuple):
-    """One tensor's place in its file, and the bytes that name it: name, type and shape."""
-
-    named: bytes
-    start: int
-    end: int
-
-
 class WeightsDigest:
-    """The digest of the weights in `folder`; threads compute it inside the `with` block.
+    """The digest of the weights in `files`; make it before they are read.
 
-    They end with the block, whether they are done or not.
+    Blocks are hashed by the threads that read them. A file whose digest is known is not hashed.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._stop = threading.Event()
-        # One thread more than read: it waits for the others.
-        self._pool = ThreadPoolExecutor(1 + THREADS, "weights-digest")
-
-    def __enter__(self) -> Self:
-        self._found: Future[tuple[str, Mapping[str, FileStat]]] = self._pool.submit(self._find)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._pool.shutdown()
+    def __init__(self, files: WeightFiles) -> None:
+        self._files = files
+        self._cache = DigestCache(files.folder)
+        self._digests = self._cache.find(files.stats)
+        self._sums = dict.fromkeys(sorted(files.stats.keys() - self._digests.keys()), 0)
+        self._lock = threading.Lock()
+        files.heard_by = self._add
 
     def result(self) -> str:
-        """32 hex digits; waits for them. Call it after the weights were loaded.
+        """32 hex digits; reads what is left. Call it after the weights were loaded.
 
-        Raises CheckpointError for files that cannot be read, or that changed since the block began.
+        Raises CheckpointError for files that cannot be read, or that changed since they were
+        opened.
         """
-        digest, stats = self._found.result()
-        if _stats(self._folder) != stats:
+        for tensor in self._files.unread:
+            if tensor.path.name in self._sums:
+                self._files.read(tensor)
+        folder, stats = self._files.folder, self._files.stats
+        if _stats(folder) != stats:
             raise CheckpointError(
-                f"the weights in {self._folder} changed while they were loaded; start again once "
+                f"the weights in {folder} changed while they were loaded; start again once "
                 "they are whole"
             )
-        return digest
-
-    def _find(self) -> tuple[str, Mapping[str, FileStat]]:
-        started, stats = time.monotonic(), _stats(self._folder)
-        cache = DigestCache(self._folder)
-        digests = cache.find(stats)
-        missing = sorted(stats.keys() - digests.keys())
-        for name in missing:
-            digests[name] = self._of_file(self._folder / name)
-        kept = cache.keep(stats, digests) if missing else None
+        digests = self._digests | {name: _hex(number) for name, number in self._sums.items()}
+        kept = self._cache.keep(stats, digests) if self._sums else None
         digest = _hex(sum(int(digest, 16) for digest in digests.values()))
         log.info(
             "the weights are identified",
             digest=digest,
-            bytes_hashed=sum(stats[name].size for name in missing),
-            bytes_known=sum(stat.size for name, stat in stats.items() if name not in missing),
-            seconds=round(time.monotonic() - started, 2),
+            bytes_hashed=sum(stats[name].size for name in self._sums),
+            bytes_known=sum(stats[name].size for name in self._digests),
             kept_in=None if kept is None else str(kept),
         )
-        return digest, stats
+        return digest
 
-    def _of_file(self, path: Path) -> str:
-        try:
-            with path.open("rb", buffering=0) as file:
-                tensors = _tensors(path, file.fileno())
-                read = partial(self._of_tensor, path, file.fileno())
-                return _hex(sum(self._pool.map(read, tensors)))
-        except OSError as error:
-            raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-
-    def _of_tensor(self, path: Path, descriptor: int, tensor: _Tensor) -> int:
-        digest = xxhash.xxh3_128(tensor.named)
-        position = tensor.start
-        block = memoryview(bytearray(max(min(BLOCK_BYTES, tensor.end - tensor.start), 0)))
-        while position < tensor.end:
-            if self._stop.is_set():
-                raise CheckpointError(f"{path} is not needed any more")
-            wanted = block[: tensor.end - position]
-            if not (count := os.preadv(descriptor, [wanted], position)):
-                raise CheckpointError(f"{path} cannot be read: it ends inside a tensor")
-            digest.update(block[:count])
-            position += count
-        return digest.intdigest()
+    def _add(self, tensor: StoredTensor, offset: int, block: memoryview) -> None:
+        if tensor.path.name not in self._sums:
+            return
+        named = msgspec.json.encode((tensor.name, tensor.dtype, tensor.shape, offset))
+        digest = xxhash.xxh3_128(named)
+        digest.update(block)
+        with self._lock:
+            self._sums[tensor.path.name] += digest.intdigest()
 
 
 def _stats(folder: Path) -> Mapping[str, FileStat]:
-    """By name, of each file of the weights."""
+    """By name, of each file of the weights, now."""
     found = {}
     for path in weight_files(folder):
         try:
@@ -249,29 +186,6 @@ def _stats(folder: Path) -> Mapping[str, FileStat]:
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
     return found
-
-
-def _tensors(path: Path, descriptor: int) -> list[_Tensor]:
-    length = int.from_bytes(os.pread(descriptor, 8, 0), "little")
-    header = os.pread(descriptor, length, 8) if length <= MAX_HEADER else b""
-    try:
-        entries = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
-        entries.pop("__metadata__", None)
-        stored = {
-            name: msgspec.json.decode(entry, type=learned(_Stored))
-            for name, entry in entries.items()
-        }
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path} cannot be read: no safetensors header: {error}") from error
-    start = 8 + length
-    return [
-        _Tensor(
-            msgspec.json.encode((name, it.dtype, it.shape)),
-            start + it.data_offsets[0],
-            start + it.data_offsets[1],
-        )
-        for name, it in stored.items()
-    ]
 
 
 def _hex(digest: int) -> str:

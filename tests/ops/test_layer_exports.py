@@ -16,6 +16,7 @@ from engine.layers.mamba1 import Mamba1
 from engine.layers.mamba2 import Mamba2
 from engine.layers.mixer import ForwardPass
 from engine.layers.short_conv import ShortConv
+from engine.layers.weight_files import WeightFiles
 from engine.layers.weights import Weights
 from engine.model_configs.model_config import ModelConfig
 from engine.model_configs.recurrent import (
@@ -140,8 +141,8 @@ def layer(request: pytest.FixtureRequest, tmp_path: Path) -> Layer:
     stored = {f"m.{name}": torch.randn(shape, generator=draw) / 3 for name, shape in shapes.items()}
     save_file(stored, tmp_path / "model.safetensors")
     build: Callable[[Weights], Layer] = request.param
-    with Weights(tmp_path, torch.float32, torch.device("cpu"), renames=()) as weights:
-        return build(weights)
+    with WeightFiles(tmp_path) as files:
+        return build(Weights(files, torch.float32, torch.device("cpu"), renames=()))
 
 
 def random_cache(layer: Layer) -> StateCache:

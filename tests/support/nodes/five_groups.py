@@ -80,12 +80,20 @@ class DrawnWeights(Weights):
         self.ops = ops_for(self.device)
         self._prefix = ""
 
-    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
+    def take(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        dtype: torch.dtype | None = None,
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
         """A random tensor, spread as those of `widen`."""
         name = self._prefix + name
         draw = torch.Generator().manual_seed(crc32(name.encode()))
         tensor = spread(name, torch.ones(shape), draw)
-        return 0.1 * tensor if "embed" in name else tensor
+        drawn = 0.1 * tensor if "embed" in name else tensor
+        return drawn if out is None else out.copy_(drawn)
 
     def __contains__(self, name: str) -> bool:
         """Every tensor is there, but none that holds several side by side."""

@@ -14,6 +14,7 @@ from torch import Tensor
 from engine.errors import CheckpointError
 from engine.families.registry import read_config
 from engine.kv_cache.spec import FullAttentionSpec, MambaSpec, StatePart
+from engine.layers.weight_files import WeightFiles
 from engine.layers.weights import Weights
 from engine.model_configs.attention import AttentionConfig
 from engine.model_configs.recurrent import Mamba2Config
@@ -287,7 +288,8 @@ def test_tensors_are_joined_whatever_rows_each_has(tmp_path: Path) -> None:
     whole = torch.randn(8, 1, 4)
     q, k = (part.clone() for part in whole.split_with_sizes([3, 5]))
     save_file({"q": q, "k": k}, tmp_path / "model.safetensors")
-    with Weights(tmp_path, torch.float32, CPU, renames=()) as weights:
+    with WeightFiles(tmp_path) as files:
+        weights = Weights(files, torch.float32, CPU, renames=())
         assert torch.equal(weights.take_joined(["q", "k"], (8, 1, 4)), whole)
         for shape in ((9, 1, 4), (8, 1, 3)):
             with pytest.raises(CheckpointError, match=r"'q' has shape \(3, 1, 4\).* 8 rows"):
@@ -301,8 +303,8 @@ def test_folder_without_weights_is_named(folder: Path) -> None:
 
 
 def weights_digest(folder: Path) -> str:
-    with WeightsDigest(folder) as digest:
-        return digest.result()
+    with WeightFiles(folder) as files:
+        return WeightsDigest(files).result()
 
 
 def test_weights_that_cannot_be_read_are_named(folder: Path) -> None:

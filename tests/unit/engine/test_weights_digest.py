@@ -14,8 +14,9 @@ from structlog.testing import capture_logs
 from torch import Tensor
 
 from engine.errors import CheckpointError
+from engine.layers.weight_files import BLOCK_BYTES, WeightFiles
 from engine.models import weights_digest
-from engine.models.weights_digest import BESIDE, BLOCK_BYTES, MAX_RECORDS, WeightsDigest
+from engine.models.weights_digest import BESIDE, MAX_RECORDS, WeightsDigest
 
 TENSORS = {
     "a": torch.arange(12, dtype=torch.float32).reshape(3, 4),
@@ -55,8 +56,8 @@ def wait_until_old(folder: Path) -> None:
 
 def read(folder: Path) -> tuple[str, dict[str, Any]]:
     """The digest, and what the log says of it."""
-    with capture_logs() as lines, WeightsDigest(folder) as digest:
-        found = digest.result()
+    with capture_logs() as lines, WeightFiles(folder) as files:
+        found = WeightsDigest(files).result()
     (line,) = lines
     assert line["digest"] == found
     return found, dict(line)
@@ -143,7 +144,7 @@ def test_a_record_that_is_damaged_or_of_another_folder_is_not_believed(
             "cut": text[:-20],
             "flipped": text.replace(digest, digest[::-1]),
             "empty": "",
-            "version": text.replace('"version":1', '"version":2'),
+            "version": text.replace('"version":2', '"version":1'),
         }
         assert changed[damage] != text
         record.write_text(changed[damage])
@@ -206,8 +207,8 @@ def test_a_file_that_is_no_model_is_named(tmp_path: Path, content: bytes, messag
 
 def test_weights_that_change_while_they_are_loaded_are_refused(tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "model", TENSORS)
-    with WeightsDigest(folder) as digest:
-        digest._found.result()
+    with WeightFiles(folder) as files:
+        digest = WeightsDigest(files)
         save_file(TENSORS, folder / "model.safetensors")
         with pytest.raises(CheckpointError, match="changed while they were loaded"):
             digest.result()

@@ -1,0 +1,214 @@
+"""The safetensors files of a model, read once and block by block by several threads. Torch-free.
+
+A block goes from the file to where its tensor shall be, or to a buffer that is used again: no page
+of a file is mapped, so a file that is cut or a disk that fails is an error and no signal, and
+besides the tensors themselves a load holds one block per thread. The kernel is asked to read ahead
+in the order of use: what it has read is page cache.
+"""
+
+import os
+import re
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Final, NamedTuple, Self
+
+import msgspec
+
+from engine.errors import CheckpointError
+from engine.layers.load_progress import LoadProgress
+from engine.model_files import weight_files
+from engine.struct_types import learned
+
+THREADS: Final = 4
+BLOCK_BYTES: Final = 2 << 20
+"""It stays in a core's cache while it is read, hashed and converted; of any type, whole items."""
+AHEAD_BYTES: Final = 256 << 20
+MAX_HEADER: Final = 100_000_000
+"""Of a safetensors file; its own readers take no more."""
+
+Writable = Callable[[int, int], AbstractContextManager[memoryview]]
+"""(offset, size) of a block in its tensor, in bytes: memory that is filled inside the `with`."""
+
+
+class StoredTensor(NamedTuple):
+    """One tensor of a file: its type as safetensors name it, and its bytes' place in the file."""
+
+    path: Path
+    descriptor: int
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    num_bytes: int
+
+
+class FileStat(NamedTuple):
+    """Marks of a file that differ from another's, and change when it is written again.
+
+    `changed_ns` is set by the kernel alone: a copy that keeps `mtime_ns` does not keep this one.
+    """
+
+    size: int
+    mtime_ns: int
+    changed_ns: int
+    inode: int
+
+    @classmethod
+    def of(cls, file: Path | int) -> "FileStat":
+        """Of a path or a descriptor. May raise OSError."""
+        found = os.stat(file)
+        return cls(found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino)
+
+
+class WeightFiles:
+    """The weights in `folder`; use as a context manager, which owns its descriptors and threads.
+
+    `tensors` in the order of the files, `stats` by file name, both as they were opened. `heard_by`
+    is called in the reading threads for each block of each tensor, the first time it is read; an
+    empty tensor has one empty block. Setting `stop` ends a load: what is read then raises.
+
+    All that cannot be read raises a CheckpointError that names its file.
+    """
+
+    def __init__(self, folder: Path, stop: threading.Event | None = None) -> None:
+        self.folder = folder
+        self.tensors: list[StoredTensor] = []
+        self.stats: Mapping[str, FileStat] = {}
+        self.heard_by: Callable[[StoredTensor, int, memoryview], None] | None = None
+        self._stop = stop or threading.Event()
+        self._buffers: list[memoryview] = []
+        self._ahead: list[StoredTensor] = []
+        self._num_ahead = 0  # bytes that the kernel was asked for, less those that were read
+
+    def __enter__(self) -> Self:
+        with ExitStack() as opened:
+            stats = {}
+            for path in weight_files(self.folder):
+                try:
+                    descriptor = opened.enter_context(path.open("rb", buffering=0)).fileno()
+                    stats[path.name] = FileStat.of(descriptor)
+                    self.tensors += _tensors(path, descriptor, stats[path.name].size)
+                except OSError as error:
+                    raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+            self.stats = stats
+            self._unread = dict.fromkeys(self.tensors)
+            total = sum(tensor.num_bytes for tensor in self.tensors)
+            self._progress = opened.enter_context(LoadProgress(total))
+            self._readers = ThreadPoolExecutor(THREADS, "weights-read")
+            # One that asks the kernel, which may let it wait until the disk takes more requests.
+            self._asker = ThreadPoolExecutor(1, "weights-ahead")
+            for pool in (self._readers, self._asker):
+                opened.callback(pool.shutdown, cancel_futures=True)
+            self._opened = opened.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._opened.close()
+
+    @property
+    def unread(self) -> list[StoredTensor]:
+        """Those that nobody has read so far."""
+        return list(self._unread)
+
+    def read_ahead(self, tensors: Iterable[StoredTensor]) -> None:
+        """Lets the kernel read these, a bounded number of bytes before they are asked for."""
+        self._ahead = sorted(tensors, key=_order_of_use, reverse=True)
+
+    def read(self, tensor: StoredTensor, writable: Writable | None = None) -> None:
+        """Reads `tensor` to where `writable` says, else into buffers. In one thread at a time."""
+        self._ask_ahead(tensor.num_bytes)
+        read = partial(self._read_block, tensor, writable or self._anywhere)
+        if tensor.num_bytes <= BLOCK_BYTES:
+            read(0)
+        else:
+            for _ in self._readers.map(read, range(0, tensor.num_bytes, BLOCK_BYTES)):
+                pass
+        self._unread.pop(tensor, None)
+
+    @contextmanager
+    def buffer(self, size: int) -> Iterator[memoryview]:
+        """Memory for `size` bytes of a block, lent; from any thread."""
+        # Fresh memory costs more than what is read into it: the kernel clears page after page.
+        try:
+            buffer = self._buffers.pop()
+        except IndexError:
+            buffer = memoryview(bytearray(BLOCK_BYTES))
+        yield buffer[:size]
+        self._buffers.append(buffer)
+
+    def _anywhere(self, _offset: int, size: int) -> AbstractContextManager[memoryview]:
+        return self.buffer(size)
+
+    def _read_block(self, tensor: StoredTensor, writable: Writable, offset: int) -> None:
+        size = min(BLOCK_BYTES, tensor.num_bytes - offset)
+        with writable(offset, size) as block:
+            done = 0
+            while done < size:
+                if self._stop.is_set():
+                    raise CheckpointError(f"{tensor.path} is not needed any more")
+                done += _read_some(tensor, block[done:], offset + done)
+            if self.heard_by and tensor in self._unread:
+                self.heard_by(tensor, offset, block)
+        self._progress.add(size)
+
+    def _ask_ahead(self, num_bytes: int) -> None:
+        """Keeps the kernel AHEAD_BYTES before the one who takes `num_bytes` now."""
+        self._num_ahead -= num_bytes
+        while self._ahead and self._num_ahead < AHEAD_BYTES:
+            it = self._ahead.pop()
+            self._num_ahead += it.num_bytes
+            place = it.descriptor, it.start, it.num_bytes
+            self._asker.submit(os.posix_fadvise, *place, os.POSIX_FADV_WILLNEED)
+
+
+def _read_some(tensor: StoredTensor, memory: memoryview, offset: int) -> int:
+    try:
+        count = os.preadv(tensor.descriptor, [memory], tensor.start + offset)
+    except OSError as error:
+        raise CheckpointError(f"{tensor.path} cannot be read: {error.strerror}") from error
+    if not count:
+        raise CheckpointError(f"{tensor.path} cannot be read: it ends inside a tensor")
+    return count
+
+
+def _order_of_use(tensor: StoredTensor) -> tuple[int, int]:
+    """Embeddings, layers by number, the rest: a layer's own order does not matter to a kernel."""
+    number = re.search(r"\.(\d+)\.", tensor.name)
+    if number:
+        return 1, int(number[1])
+    return (0 if "embed" in tensor.name else 2), 0
+
+
+class _Entry(msgspec.Struct, frozen=True):
+    """One tensor in the header of a safetensors file; offsets are from the header's end."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+def _tensors(path: Path, descriptor: int, size: int) -> list[StoredTensor]:
+    length = int.from_bytes(os.pread(descriptor, 8, 0), "little")
+    header = os.pread(descriptor, length, 8) if length <= MAX_HEADER else b""
+    try:
+        entries = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
+        entries.pop("__metadata__", None)
+        stored = {
+            name: msgspec.json.decode(entry, type=learned(_Entry))
+            for name, entry in entries.items()
+        }
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path} cannot be read: no safetensors header: {error}") from error
+    tensors = []
+    for name, it in stored.items():
+        start, end = (8 + length + offset for offset in it.data_offsets)
+        if not 8 + length <= start <= end:
+            raise CheckpointError(f"{path} cannot be read: tensor {name!r} has no place in it")
+        if end > size:
+            raise CheckpointError(f"{path} cannot be read: it ends inside a tensor")
+        tensors.append(StoredTensor(path, descriptor, name, it.dtype, it.shape, start, end - start))
+    return tensors
