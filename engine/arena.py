@@ -116,11 +116,15 @@ def available_host_bytes() -> int:
 def _sealed_memfd(label: str, nbytes: int, *, prefault: bool) -> tuple[int, torch.Tensor]:
     """The tensor owns the mapping: unmapping it by hand would leave torch's views dangling."""
     fd = os.memfd_create(label, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if prefault else 0)
     try:
         os.ftruncate(fd, nbytes)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
-        return fd, torch.frombuffer(mmap.mmap(fd, nbytes, flags=flags), dtype=torch.uint8)
+        tensor = torch.frombuffer(mmap.mmap(fd, nbytes), dtype=torch.uint8)
+        if prefault:
+            # MAP_POPULATE would hold the interpreter's lock, for a second per GB: the threads that
+            # load the weights meanwhile would stand still.
+            tensor.zero_()
+        return fd, tensor
     except OSError:
         os.close(fd)
         raise

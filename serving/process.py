@@ -89,8 +89,8 @@ def raise_descriptor_limit() -> None:
 
 async def _serve(server: Server) -> None:
     # The first signal sets `stop`, which begins the drain; the second sets `hurry`, which ends it.
-    # A server that has not started has nothing to drain. Its thread may still read weights, which
-    # nobody can interrupt and the end of the loop waits for: there the second is the kernel's, as
+    # A server that has not started has nothing to drain. Its thread may still load a model, which
+    # ends at its next read and the end of the loop waits for: there the second is the kernel's, as
     # a loop that ends hears no signals now and then.
     stop, hurry, started = asyncio.Event(), asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()

@@ -5,9 +5,11 @@ The same for every kind of node; what a kind adds is its name and its connector.
 
 import asyncio
 import secrets
+import threading
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import structlog
@@ -26,9 +28,10 @@ from engine.kv_cache.listener import CacheListener, CacheListeners
 from engine.kv_cache.manager import KVCacheManager
 from engine.kv_cache.report import plan_labels, plan_report
 from engine.model_configs.generation import read_eos_token_ids
+from engine.model_configs.identity import ModelIdentity
 from engine.model_configs.model_config import ModelConfig
 from engine.model_files import resolve_folder
-from engine.models.loader import load_and_identify
+from engine.models.loader import CausalLM, load_and_identify
 from engine.sched.scheduler import Scheduler
 from engine.sched.stats import STEP_BUCKETS
 from engine.worker.model_runner import ModelRunner
@@ -174,6 +177,7 @@ class NodeServer:
         self._telemetry = Telemetry(self.config, requests, role=self.kind, instance=self.engine_id)
         self._resources.push_async_callback(self._telemetry.close)
         plan, limits = self._plan_arena(model)
+        loading = self._load(model)
         arena = ArenaMemory(plan.arena_bytes, device=self.config.device)
         self._resources.callback(arena.close)
         self.events: NodeEvents | None = None
@@ -181,11 +185,9 @@ class NodeServer:
             self.events = NodeEvents(self.config, plan, self.engine_id, host=self.host)
             self._resources.callback(self.events.close)
             self.metrics.read(self.events.publisher, counters=EVENT_COUNTERS)
-        # Before the weights: a missing transport must not cost the time to load them.
+        # While the weights are read: a missing transport must not cost the time to load them.
         self.connector = self._connect(model, plan, arena, max_model_len=limits.max_model_len)
-        weights, self.identity = await asyncio.to_thread(
-            load_and_identify, model.path, model.config, arena.tensor.device
-        )
+        weights, self.identity = await loading
         if self.events:
             self.events.identify(self.identity.digest)
         self._start_engine(plan, ModelRunner(weights, plan, arena), limits)
@@ -195,6 +197,20 @@ class NodeServer:
         self._resources.push_async_callback(self._end_requests)
         self.registration = self._register()
         log.info("node serves", engine_id=self.engine_id, url=self.url, grpc_port=self.rpc.port)
+
+    def _load(self, model: ModelFolder) -> asyncio.Future[tuple[CausalLM, ModelIdentity]]:
+        """Begins at once, in a thread, which `close` ends at its next read."""
+        device = torch.empty(0, device=self.config.device).device
+        stop = threading.Event()
+        load = partial(load_and_identify, model.path, model.config, device, stop=stop)
+        loading = asyncio.get_running_loop().run_in_executor(None, load)
+
+        async def end() -> None:
+            stop.set()
+            await asyncio.gather(loading, return_exceptions=True)
+
+        self._resources.push_async_callback(end)
+        return loading
 
     @property
     def rpc_url(self) -> str:
