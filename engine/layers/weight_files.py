@@ -111,7 +111,7 @@ class WeightFiles:
 
     @property
     def unread(self) -> list[StoredTensor]:
-        """Those that nobody has read so far."""
+        """The tensors that nobody has read so far."""
         return list(self._unread)
 
     def read_ahead(self, tensors: Iterable[StoredTensor]) -> None:

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import socket
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from msgspec.structs import replace
 
 from connector.registry import builder_of
 from engine.errors import ConfigError, TandemError
+from serving.node.connector import NodeConnector, NodeParts
 from serving.node.server import NodeServer
 from serving.show_plan import plan
 from tests.support.nodes.cluster import BASE, transfer_config
@@ -98,6 +100,16 @@ async def test_options_are_judged_before_anything_is_loaded(folder: Path) -> Non
     error = await refusal(folder, device="cuda:99")
     assert re.search(r"--device cuda:99: torch \S+ finds \d+ CUDA devices here", str(error))
     assert "safetensors" in str(await refusal(folder))
+
+
+async def test_a_connector_that_cannot_be_made_ends_the_load(checkpoints: dict[str, Path]) -> None:
+    def refuse(parts: NodeParts) -> NodeConnector:
+        raise ConfigError("no such transport")
+
+    config = replace(BASE, model=str(checkpoints["qwen3"]))
+    with pytest.raises(ConfigError, match="no such transport"):
+        await NodeServer(config, "decode", lambda _: refuse).start()
+    assert not [it for it in threading.enumerate() if it.name.startswith("weights")]
 
 
 def test_a_process_ends_with_2_and_one_line(folder: Path, tmp_path: Path) -> None:
