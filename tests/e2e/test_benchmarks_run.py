@@ -27,6 +27,7 @@ SCRIPTS = {
     "kv_cache_cost": ("cache", "cost"),
     "kv_events": ("cache.kv_events",),
     "layouts": ("cache", "layouts"),
+    "loading": ("engine.loading",),
     "members": ("serving.proxy_cost.members",),
     "offload": ("cache.offload",),
     "pauses": ("serving.pauses",),
