@@ -107,6 +107,10 @@ class WeightFiles:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Gives descriptors and threads back, and ends the bar. Idempotent."""
         self._opened.close()
 
     @property

@@ -35,11 +35,14 @@ def load_and_identify(
     folder: Path, config: ModelConfig, device: torch.device, *, stop: threading.Event | None = None
 ) -> tuple[CausalLM, ModelIdentity]:
     """As `load_model`, and the model's identity, from the same bytes. `stop`, once set, ends it."""
+    started = time.monotonic()
+    log.info("loading the model", folder=str(folder), dtype=config.dtype)
     with WeightFiles(folder, stop) as files:
         digest = WeightsDigest(files)
-        model = _load(files, config, device)
+        model = _build(files, config, device)
         identity = identity_of(config, digest.result())
-    log.info("the model is known", identity=identity.digest)
+    seconds = round(time.monotonic() - started, 1)
+    log.info("the model is loaded", seconds=seconds, identity=identity.digest)
     return model, identity
 
 
@@ -50,12 +53,10 @@ def load_model(folder: Path, config: ModelConfig, device: torch.device) -> Causa
     and for files that cannot be read.
     """
     with WeightFiles(folder) as files:
-        return _load(files, config, device)
+        return _build(files, config, device)
 
 
-def _load(files: WeightFiles, config: ModelConfig, device: torch.device) -> CausalLM:
-    start = time.monotonic()
-    log.info("loading the model", folder=str(files.folder), dtype=config.dtype)
+def _build(files: WeightFiles, config: ModelConfig, device: torch.device) -> CausalLM:
     weights = Weights(
         files,
         TORCH_DTYPES[config.dtype],
@@ -65,5 +66,4 @@ def _load(files: WeightFiles, config: ModelConfig, device: torch.device) -> Caus
     )
     model = build(config, weights)
     weights.finish()
-    log.info("the model is loaded", seconds=round(time.monotonic() - start, 1))
     return model

@@ -141,7 +141,7 @@ class WeightsDigest:
         files.heard_by = self._add
 
     def result(self) -> str:
-        """32 hex digits; reads what is left. Call it after the weights were loaded.
+        """32 hex digits; reads what is left and closes the files. Call it after all was loaded.
 
         Raises CheckpointError for files that cannot be read, or that changed since they were
         opened.
@@ -149,6 +149,8 @@ class WeightsDigest:
         for tensor in self._files.unread:
             if tensor.path.name in self._sums:
                 self._files.read(tensor)
+        # Before the log goes on: a bar shares its terminal.
+        self._files.close()
         folder, stats = self._files.folder, self._files.stats
         if _stats(folder) != stats:
             raise CheckpointError(
