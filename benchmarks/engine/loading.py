@@ -63,6 +63,9 @@ class Sample(msgspec.Struct, frozen=True):
     peak: int = 0
 
 
+Samples = Mapping[str, list[Sample]]
+
+
 class Row(msgspec.Struct, frozen=True):
     """One case: GB/s, and ratios inside a round; no memory for plain reads."""
 
@@ -218,22 +221,20 @@ def run(rounds: int, found: report.Report, *, layers: int) -> list[Row]:
             describe(state)
             samples = alternate(ways, rounds, until=found.share(left), done=done)
             rows += [
-                row_of(f"{state}, {case}", bench.num_bytes, samples[case], samples)
-                for case in samples
+                row_of(f"{state}, {case}", own, samples, num_bytes=bench.num_bytes)
+                for case, own in samples.items()
             ]
     return rows
 
 
-def row_of(
-    case: str, num_bytes: int, own: list[Sample], samples: Mapping[str, list[Sample]]
-) -> Row:
+def row_of(case: str, own: list[Sample], beside: Samples, *, num_bytes: int) -> Row:
     """One case beside the plain reads of the same rounds."""
     seconds = [sample.seconds for sample in own]
 
     def speed_of(other: str) -> Spread | None:
-        if other not in samples:
+        if other not in beside:
             return None
-        return Spread.of_ratio([sample.seconds for sample in samples[other]], seconds)
+        return Spread.of_ratio([sample.seconds for sample in beside[other]], seconds)
 
     is_load = all(sample.kept for sample in own)
     return Row(
