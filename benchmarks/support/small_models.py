@@ -32,38 +32,6 @@ def configs(context: int) -> dict[str, PretrainedConfig]:
     shared = {**both, "head_dim": 32}
     return {
         "qwen3": transformers.Qwen3Config(num_hidden_layers=3, **shared),
-        "qwen3_5": transformers.Qwen3_5TextConfig(
-            num_hidden_layers=4,
-            linear_num_key_heads=2,
-            linear_num_value_heads=4,
-            linear_key_head_dim=16,
-            linear_value_head_dim=16,
-            **shared,
-        ),
-        "qwen3_5_moe": transformers.Qwen3_5MoeTextConfig(
-            num_hidden_layers=4,
-            linear_num_key_heads=2,
-            linear_num_value_heads=4,
-            linear_key_head_dim=16,
-            linear_value_head_dim=16,
-            num_experts=6,
-            num_experts_per_tok=2,
-            moe_intermediate_size=32,
-            shared_expert_intermediate_size=48,
-            **shared,
-        ),
-        "qwen3_next": transformers.Qwen3NextConfig(
-            num_hidden_layers=4,
-            linear_num_key_heads=2,
-            linear_num_value_heads=4,
-            linear_key_head_dim=16,
-            linear_value_head_dim=16,
-            num_experts=6,
-            num_experts_per_tok=2,
-            moe_intermediate_size=32,
-            shared_expert_intermediate_size=48,
-            **shared,
-        ),
         "nemotron_h": transformers.NemotronHConfig(
             layers_block_type=["mamba", "mlp", "attention", "mamba", "moe"],
             num_hidden_layers=5,
@@ -105,7 +73,31 @@ def configs(context: int) -> dict[str, PretrainedConfig]:
             mamba_d_state=16,
             **both,
         ),
+        **_with_delta_nets(shared),
         **_with_other_states(both),
+    }
+
+
+def _with_delta_nets(shared: Mapping[str, Any]) -> dict[str, PretrainedConfig]:
+    """Qwen's gated delta nets, without and with experts."""
+    both = {
+        **shared,
+        "num_hidden_layers": 4,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+    }
+    experts = {
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 48,
+    }
+    return {
+        "qwen3_5": transformers.Qwen3_5TextConfig(**both),
+        "qwen3_5_moe": transformers.Qwen3_5MoeTextConfig(**both, **experts),
+        "qwen3_next": transformers.Qwen3NextConfig(**both, **experts),
     }
 
 
