@@ -40,9 +40,7 @@ THETA = {FULL: ("rope_theta", 1_000_000.0), SLIDING: ("rope_local_base_freq", 10
 
 def read(reader: ConfigReader) -> ModelConfig:
     """Reads config.json. Raises CheckpointError if unsupported."""
-    text = reader.text_part()
-    given = {key: value for key, value in text.fields.items() if value is not None}
-    text = ConfigReader(DEFAULTS | given, text.source)
+    text = reader.text_part().with_defaults(DEFAULTS)
     _check(text)
     attention = read_attention(text)
     scalar: float = text.require("query_pre_attn_scalar", float)

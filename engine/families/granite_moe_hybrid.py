@@ -71,11 +71,11 @@ def read(reader: ConfigReader) -> ModelConfig:
 def _feed_forward(reader: ConfigReader, scale: float) -> list[NamedPart]:
     size = reader.get("shared_intermediate_size", int, 1024)
     shared = ("shared_mlp", MLPConfig(intermediate_size=size, output_scale=scale))
-    fields = {"num_local_experts": 8, "num_experts_per_tok": 2} | reader.fields
-    if fields["num_local_experts"] == 0:
+    reader = reader.with_defaults({"num_local_experts": 8, "num_experts_per_tok": 2})
+    if reader.require("num_local_experts", int) == 0:
         return [shared]
     experts = ExpertsConfig(
-        router=read_router(ConfigReader(fields, reader.source), "num_local_experts", scale=scale),
+        router=read_router(reader, "num_local_experts", scale=scale),
         intermediate_size=reader.require("intermediate_size", int),
     )
     return [shared, ("block_sparse_moe", experts)]

@@ -45,7 +45,6 @@ def read(reader: ConfigReader) -> ModelConfig:
     reader.require_one_of("mla_use_nope", [True])
     reader.require_one_of("moe_router_activation_func", ["sigmoid"])
     reader.require_one_of("use_grouped_topk", [True])
-    reader.require_one_of("num_nextn_predict_layers", [0])
     mixers: dict[str, NamedPart] = {
         LINEAR: ("self_attn", read_kimi_delta_attention(reader)),
         FULL: ("self_attn", read_latent_attention(reader)),

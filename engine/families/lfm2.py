@@ -41,9 +41,9 @@ def read(reader: ConfigReader) -> ModelConfig:
 
 def with_defaults(reader: ConfigReader) -> ConfigReader:
     """The same file, with the names of new files and what hub files leave out."""
-    given = {key: value for key, value in reader.fields.items() if value is not None}
-    renamed = {new: given[old] for old, new in OLD_NAMES.items() if old in given}
-    return ConfigReader(DEFAULTS | given | renamed, reader.source)
+    values = ((new, reader.fields.get(old)) for old, new in OLD_NAMES.items())
+    renamed = {new: value for new, value in values if value is not None}
+    return ConfigReader(reader.fields | renamed, reader.source).with_defaults(DEFAULTS)
 
 
 def read_layers(reader: ConfigReader, feed_forward: list[NamedPart]) -> ModelConfig:

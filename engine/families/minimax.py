@@ -28,8 +28,7 @@ RENAMES: Renames = (
 
 def read(reader: ConfigReader) -> ModelConfig:
     """Reads config.json. Raises CheckpointError if unsupported."""
-    given = {key: value for key, value in reader.fields.items() if value is not None}
-    reader = ConfigReader({"rope_theta": THETA} | given, reader.source)
+    reader = reader.with_defaults({"rope_theta": THETA})
     _check(reader)
     attention = _attention(reader)
     lightning = LightningAttentionConfig(

@@ -83,10 +83,9 @@ def _linear(reader: ConfigReader) -> GatedDeltaNetConfig:
         "linear_key_head_dim": key_dim,
         "linear_value_head_dim": 2 * key_dim,
     }
-    given = {key: value for key, value in reader.fields.items() if value is not None}
     negative = reader.get("linear_allow_neg_eigval", bool, True)
     return replace(
-        read_gated_delta_net(ConfigReader(defaults | given, reader.source)),
+        read_gated_delta_net(reader.with_defaults(defaults)),
         beta_scale=2.0 if negative else 1.0,
         # Fixed in the code that the models were trained with.
         norm_eps=1e-5,

@@ -1,6 +1,6 @@
 """Reads config.json: typed fields, clear errors, unsupported settings refused. Torch-free."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,11 @@ class ConfigReader:
         text = self.section("text_config")
         own = {key: self.fields[key] for key in OF_WRAPPERS if self.fields.get(key) is not None}
         return ConfigReader(text.fields | own, text.source)
+
+    def with_defaults(self, defaults: Mapping[str, Any]) -> "ConfigReader":
+        """The same fields, and those of `defaults` that are missing or null."""
+        missing = {key: it for key, it in defaults.items() if self.fields.get(key) is None}
+        return ConfigReader(self.fields | missing, self.source)
 
     def require(self, key: str, kind: type) -> Any:
         """The value of `key`, which must be there and of type `kind`."""

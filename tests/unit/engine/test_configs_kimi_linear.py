@@ -101,7 +101,6 @@ REFUSED: list[dict[str, Any]] = [
     {"mla_use_nope": False},
     {"moe_router_activation_func": "softmax"},
     {"use_grouped_topk": False},
-    {"num_nextn_predict_layers": 1},
     {"attention_bias": True},
     {"num_key_value_heads": 8},
     {"moe_layer_freq": 0},
