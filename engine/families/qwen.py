@@ -58,6 +58,7 @@ def read_qwen3_5(reader: ConfigReader) -> ModelConfig:
     text.require_one_of("hidden_act", ["silu"])
     text.require_one_of("attention_bias", [False])
     text.require_one_of("attn_output_gate", [True])
+    text.require_one_of("output_gate_type", ["silu", "swish"])
     attention = read_attention(text, rotary=0.25)
     mixers: dict[str, NamedPart] = {
         LINEAR: ("linear_attn", read_gated_delta_net(text)),

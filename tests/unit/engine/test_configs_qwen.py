@@ -123,6 +123,7 @@ def test_the_wrapper_is_read_through_its_text_config() -> None:
         ("Qwen3", {"quantization_config": {"quant_method": "awq"}}),
         ("Qwen3", {"dtype": "int8"}),
         ("Qwen3_5", {"attn_output_gate": False}),
+        ("Qwen3_5", {"output_gate_type": "sigmoid"}),
         ("Qwen3_5", {"layer_types": ["linear_attention"] * 3}),
         ("Qwen3_5", {"layer_types": ["sliding_attention"] * 4}),
         ("Qwen3_5", {"layer_types": [["full_attention"]] * 4}),
