@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 from benchmarks.demo_model.text import NAMES, story
 from benchmarks.load.request import GREEDY, Request, read_requests, sessions_of
 from benchmarks.serving.options import ServingOptions, TargetOptions
-from benchmarks.support.models import SHARED
+from benchmarks.support.family_models import SHARED
 from benchmarks.workloads.files import (
     REQUESTS,
     SHAREGPT,

@@ -1,4 +1,4 @@
-"""The random checkpoints of the speed benchmarks, about 8 million parameters each, in float32.
+"""The random checkpoints of the speed benchmarks, 8 to 16 million parameters each, in float32.
 
 Random weights cost the same arithmetic as trained ones. Knows no engine.
 `python -m benchmarks.support.models NAME FOLDER` saves one, with the demo's tokenizer, for servers
@@ -6,7 +6,7 @@ of any make.
 """
 
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -15,49 +15,8 @@ import torch
 import transformers
 import typer
 
+from benchmarks.support.family_models import CONTEXT, FAMILIES, SHARED, Make
 from benchmarks.support.model_folders import DEMO_MODEL
-
-CONTEXT = 4096
-SHARED = MappingProxyType(
-    {
-        "vocab_size": 4096,
-        "hidden_size": 256,
-        "intermediate_size": 768,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 64,
-        "max_position_embeddings": CONTEXT,
-        "tie_word_embeddings": True,
-        "eos_token_id": 1,
-        "pad_token_id": 0,
-    }
-)
-
-
-def _gdn() -> Any:
-    """Qwen3.5: six gated delta net layers and two attention layers, each with a gated MLP."""
-    return transformers.Qwen3_5TextConfig(
-        num_hidden_layers=8,
-        linear_num_key_heads=4,
-        linear_num_value_heads=4,
-        linear_key_head_dim=64,
-        linear_value_head_dim=64,
-        **SHARED,
-    )
-
-
-def _mamba2() -> Any:
-    """Nemotron-H: six Mamba2, two attention and eight MLP layers."""
-    blocks = ["mamba", "mlp", "mamba", "mlp", "mamba", "mlp", "attention", "mlp"] * 2
-    return transformers.NemotronHConfig(
-        layers_block_type=blocks,
-        num_hidden_layers=len(blocks),
-        mamba_num_heads=8,
-        mamba_head_dim=64,
-        ssm_state_size=64,
-        n_groups=1,
-        **SHARED,
-    )
 
 
 def _wide() -> Any:
@@ -95,9 +54,10 @@ def _peer() -> Any:
     )
 
 
-MODELS: Mapping[str, Callable[[], Any]] = MappingProxyType({"gdn": _gdn, "mamba2": _mamba2})
+# Two kinds of state: a delta rule's, and Mamba2's.
+MODELS = ("gdn", "mamba2")
 WIDE, PEER = "wide", "peer"
-CONFIGS: Mapping[str, Callable[[], Any]] = MappingProxyType({**MODELS, WIDE: _wide, PEER: _peer})
+CONFIGS: Mapping[str, Make] = MappingProxyType({**FAMILIES, WIDE: _wide, PEER: _peer})
 
 
 def save_random(name: str, folder: Path) -> Path:
