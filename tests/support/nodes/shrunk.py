@@ -24,16 +24,28 @@ DIVISORS: Mapping[str, int] = MappingProxyType(
         "moe_shared_expert_intermediate_size": CHANNELS,
         "moe_latent_size": CHANNELS,
         "mamba_d_ssm": CHANNELS,
+        "mamba_dt_rank": CHANNELS,
+        "block_dim": CHANNELS,
+        "block_ff_dim": CHANNELS,
+        "block_multiple_of": CHANNELS,
+        "conv_dim": CHANNELS,
+        "conv_dim_out": CHANNELS,
+        "kv_lora_rank": CHANNELS,
         "out_hidden_size": CHANNELS,
         "sliding_window": CHANNELS,
         "num_attention_heads": HEADS,
         "num_key_value_heads": HEADS,
         "num_heads": HEADS,
+        # Then all channels of a head are rotated: transformers ignores the key.
+        "rotary_dim": HEADS,
         "linear_num_key_heads": HEADS,
         "linear_num_value_heads": HEADS,
         "mamba_num_heads": HEADS,
         "mamba_n_heads": HEADS,
         "head_dim": HEAD_CHANNELS,
+        "qk_nope_head_dim": HEAD_CHANNELS,
+        "qk_rope_head_dim": HEAD_CHANNELS,
+        "v_head_dim": HEAD_CHANNELS,
         "linear_key_head_dim": HEAD_CHANNELS,
         "linear_value_head_dim": HEAD_CHANNELS,
         "mamba_head_dim": HEAD_CHANNELS,
@@ -47,6 +59,8 @@ DIVISORS: Mapping[str, int] = MappingProxyType(
 )
 # One entry or character per layer.
 PER_LAYER = ("layer_types", "hybrid_override_pattern")
+# Layers by number, which count from this one.
+NUMBERED = {"full_attn_idxs": 0, "full_attn_layers": 1, "kda_layers": 1}
 
 
 def shrunk(fields: dict[str, Any]) -> dict[str, Any]:
@@ -66,6 +80,8 @@ def _shrunk(key: str, value: Any) -> Any:
         return min(value, LAYERS)
     if key in PER_LAYER:
         return value[:LAYERS]
+    if key in NUMBERED and value:
+        return [layer for layer in value if layer - NUMBERED[key] < LAYERS]
     if key.endswith(("token_id", "token_index")):
         return json.loads(json.dumps(value), parse_int=lambda one: PLAIN + int(one) % PLAIN)
     if key == "mrope_section":
