@@ -26,6 +26,8 @@ SHARED = MappingProxyType(
     }
 )
 LAYERS = 8
+_ONE_IN_FOUR = [*["linear_attention"] * 3, "full_attention"] * 2
+_CONV = [*["conv"] * 3, "full_attention"] * 2
 _GATED_DELTA: Mapping[str, Any] = MappingProxyType(
     {
         "num_hidden_layers": LAYERS,
@@ -144,6 +146,67 @@ def _gemma3() -> Any:
     )
 
 
+def _lfm2() -> Any:
+    """Six gated short convolutions and two attention layers, each with an MLP."""
+    return transformers.Lfm2Config(
+        num_hidden_layers=LAYERS, layer_types=_CONV, block_auto_adjust_ff_dim=False, **_PLAIN
+    )
+
+
+def _lfm2_moe() -> Any:
+    """`lfm2` with experts after the first two layers."""
+    return transformers.Lfm2MoeConfig(
+        num_hidden_layers=LAYERS, layer_types=_CONV, num_dense_layers=2, **_EXPERTS, **_PLAIN
+    )
+
+
+def _minimax() -> Any:
+    """Six lightning attention and two attention layers, each with experts."""
+    return transformers.MiniMaxConfig(
+        num_hidden_layers=LAYERS,
+        layer_types=_ONE_IN_FOUR,
+        num_local_experts=8,
+        num_experts_per_tok=2,
+        **{**SHARED, "intermediate_size": 192},
+    )
+
+
+def _kimi_linear() -> Any:
+    """Six Kimi delta attention and two latent attention layers; experts after the first layer."""
+    return transformers.KimiLinearConfig(
+        num_hidden_layers=LAYERS,
+        layer_types=_ONE_IN_FOUR,
+        linear_num_heads=4,
+        linear_head_dim=64,
+        kv_lora_rank=128,
+        qk_nope_head_dim=64,
+        qk_rope_head_dim=32,
+        v_head_dim=64,
+        num_local_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=192,
+        **{**_PLAIN, "num_key_value_heads": 4, "bos_token_id": 1},
+    )
+
+
+def _olmo_hybrid() -> Any:
+    """`gdn` with norms after its attention layers, which have no positions."""
+    rope = {"rope_theta": None, "rope_type": "default"}
+    return transformers.OlmoHybridConfig(**_GATED_DELTA, rope_parameters=rope, **_PLAIN)
+
+
+def _jamba() -> Any:
+    """Six Mamba1 and two attention layers; every second one has experts, the others an MLP."""
+    return transformers.JambaConfig(
+        num_hidden_layers=LAYERS,
+        attn_layer_period=4,
+        attn_layer_offset=3,
+        num_experts=4,
+        num_experts_per_tok=2,
+        **{**_PLAIN, "intermediate_size": 384},
+    )
+
+
 FAMILIES: Mapping[str, Make] = MappingProxyType(
     {
         "gdn": _gdn,
@@ -157,5 +220,11 @@ FAMILIES: Mapping[str, Make] = MappingProxyType(
         "falcon_h1": _falcon_h1,
         "bamba": _bamba,
         "gemma3": _gemma3,
+        "lfm2": _lfm2,
+        "lfm2_moe": _lfm2_moe,
+        "minimax": _minimax,
+        "kimi_linear": _kimi_linear,
+        "olmo_hybrid": _olmo_hybrid,
+        "jamba": _jamba,
     }
 )
