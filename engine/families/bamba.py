@@ -23,7 +23,7 @@ def read(reader: ConfigReader) -> ModelConfig:
     reader.require_one_of("hidden_act", ["silu"])
     # transformers reads this one from `rope_parameters` only, and else takes one half.
     reader.require_one_of("partial_rotary_factor", [PARTIAL_ROTARY])
-    layers = reader.require("num_hidden_layers", int)
+    layers = reader.num_layers
     found = reader.get("attn_layer_indices", list, [])
     if not all(layer in range(layers) and not isinstance(layer, bool) for layer in found):
         raise CheckpointError(

@@ -34,7 +34,7 @@ def read(reader: ConfigReader) -> ModelConfig:
         reader,
         positions=8192,
         eps=1e-5,
-        layers=(layer,) * reader.require("num_hidden_layers", int),
+        layers=(layer,) * reader.num_layers,
         renames=RENAMES,
         embedding_scale=reader.get("embedding_multiplier", float, 1.0),
         logits_scale=reader.get("lm_head_multiplier", float, 1.0),

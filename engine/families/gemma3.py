@@ -49,7 +49,7 @@ def read(reader: ConfigReader) -> ModelConfig:
     rope = _rope(text, FULL, attention.head_dim)
     full = replace(attention, scale=scalar**-0.5, rope=rope, qk_norm=QKNorm.BY_HEAD)
     local_rope = _rope(text, SLIDING, full.head_dim)
-    near = replace(full, rope=local_rope, window=text.require("sliding_window", int))
+    near = replace(full, rope=local_rope, window=text.size("sliding_window"))
     mixers = {FULL: full, SLIDING: near}
     mlp = replace(read_mlp(text), activation=Activation.GELU_TANH)
     types = read_layer_types(text, SLIDING, key="sliding_window_pattern", interval=6)
@@ -60,7 +60,7 @@ def read(reader: ConfigReader) -> ModelConfig:
         layers=tuple(_layer(("self_attn", mixers[kind]), ("mlp", mlp)) for kind in types),
         renames=RENAMES,
         # transformers rounds this factor to the compute dtype, and models were trained so.
-        embedding_scale=text.require("hidden_size", int) ** 0.5,
+        embedding_scale=text.size("hidden_size") ** 0.5,
         rounds_embedding_scale=True,
         norm_offset=1.0,
         logit_softcap=text.get("final_logit_softcapping", float, None),
@@ -85,8 +85,6 @@ def _check(text: ConfigReader) -> None:
     text.require_one_of("attention_bias", [False])
     text.require_one_of("attn_logit_softcapping", [])
     text.require_one_of("use_bidirectional_attention", [False])
-    if text.require("sliding_window", int) < 1:
-        raise CheckpointError(f"{text.source}: 'sliding_window' must be positive")
     if text.get("final_logit_softcapping", float, 1.0) <= 0.0:
         raise CheckpointError(f"{text.source}: 'final_logit_softcapping' must be positive")
 

@@ -39,7 +39,7 @@ def read(reader: ConfigReader) -> ModelConfig:
     divisor: float = reader.get("logits_scaling", float, 1.0)
     if divisor == 0.0:
         raise CheckpointError(f"{reader.source}: 'logits_scaling' is 0; logits are divided by it")
-    count = reader.require("num_hidden_layers", int)
+    count = reader.num_layers
     names = reader.get("layers_block_type", list, [MAMBA[0]] * count)
     is_mamba = [name in MAMBA for name in reader.layer_types(names, (*MAMBA, *ATTENTION))]
     scale = reader.get("residual_multiplier", float, 1.0)
@@ -69,13 +69,13 @@ def read(reader: ConfigReader) -> ModelConfig:
 
 
 def _feed_forward(reader: ConfigReader, scale: float) -> list[NamedPart]:
-    size = reader.get("shared_intermediate_size", int, 1024)
+    size = reader.size("shared_intermediate_size", 1024)
     shared = ("shared_mlp", MLPConfig(intermediate_size=size, output_scale=scale))
     reader = reader.with_defaults({"num_local_experts": 8, "num_experts_per_tok": 2})
-    if reader.require("num_local_experts", int) == 0:
+    if reader.count("num_local_experts") == 0:
         return [shared]
     experts = ExpertsConfig(
         router=read_router(reader, "num_local_experts", scale=scale),
-        intermediate_size=reader.require("intermediate_size", int),
+        intermediate_size=reader.size("intermediate_size"),
     )
     return [shared, ("block_sparse_moe", experts)]

@@ -33,7 +33,7 @@ def read(reader: ConfigReader) -> ModelConfig:
     mamba: NamedPart = ("mamba", read_mamba1(reader))
     attention: NamedPart = ("self_attn", read_attention(reader))
     mlp: NamedPart = ("feed_forward", read_mlp(reader))
-    experts = _experts(reader) if reader.get("num_experts", int, 16) > 1 else mlp
+    experts = _experts(reader) if reader.count("num_experts", 16) > 1 else mlp
     has_attention = _every(reader, "attn_layer", period=8, offset=4)
     has_experts = _every(reader, "expert_layer", period=2, offset=1)
     return read_model(
@@ -52,16 +52,16 @@ def read(reader: ConfigReader) -> ModelConfig:
 
 def _experts(reader: ConfigReader) -> NamedPart:
     router = read_router(reader, "num_experts", renormalise=False)
-    size = reader.require("intermediate_size", int)
+    size = reader.size("intermediate_size")
     return "feed_forward", ExpertsConfig(router=router, intermediate_size=size)
 
 
 def _every(reader: ConfigReader, kind: str, *, period: int, offset: int) -> list[bool]:
     """Which layers are of this kind; `period` and `offset` are the defaults."""
-    period = reader.get(f"{kind}_period", int, period)
-    offset = reader.get(f"{kind}_offset", int, offset)
+    period = reader.size(f"{kind}_period", period)
+    offset = reader.count(f"{kind}_offset", offset)
     if not 0 <= offset < period:
         raise CheckpointError(
             f"{reader.source}: '{kind}_offset' is {offset}, not below '{kind}_period' {period}"
         )
-    return [layer % period == offset for layer in range(reader.require("num_hidden_layers", int))]
+    return [layer % period == offset for layer in range(reader.num_layers)]

@@ -64,7 +64,7 @@ def _mixers(reader: ConfigReader) -> tuple[str, ...]:
     nested = reader.get("linear_attn_config", dict, {})
     lists = ConfigReader(nested, f"{reader.source}:linear_attn_config")
     full, linear = (lists.get(key, list, []) for key in ("full_attn_layers", "kda_layers"))
-    every = list(range(1, 1 + reader.require("num_hidden_layers", int)))
+    every = list(range(1, 1 + reader.num_layers))
     named_once = len(full + linear) == len(every) and all(
         (layer in full) != (layer in linear) for layer in every
     )
@@ -80,19 +80,17 @@ def _mixers(reader: ConfigReader) -> tuple[str, ...]:
 def _feed_forward(reader: ConfigReader) -> list[list[NamedPart]]:
     """The parts of each layer: an MLP, or experts beside the shared ones, which are one MLP."""
     mlp = read_mlp(reader)
-    size = reader.require("moe_intermediate_size", int)
+    size = reader.size("moe_intermediate_size")
     experts = ExpertsConfig(
         router=read_sigmoid_router(reader, "num_experts"), intermediate_size=size
     )
-    shared = replace(mlp, intermediate_size=size * reader.get("n_shared_experts", int, 1))
+    shared = replace(mlp, intermediate_size=size * reader.count("n_shared_experts", 1))
     parts: dict[str, list[NamedPart]] = {DENSE: [("mlp", mlp)], SPARSE: [("mlp", experts)]}
     if shared.intermediate_size:
         parts[SPARSE].append(("mlp.shared_experts", shared))
-    first = reader.get("first_k_dense_replace", int, 1)
-    every = reader.get("moe_layer_freq", int, 1)
-    if every < 1:
-        raise CheckpointError(f"{reader.source}: 'moe_layer_freq' is {every}, expected at least 1")
-    layers = range(reader.require("num_hidden_layers", int))
+    first = reader.count("first_k_dense_replace", 1)
+    every = reader.size("moe_layer_freq", 1)
+    layers = range(reader.num_layers)
     default = [DENSE if layer < first or layer % every else SPARSE for layer in layers]
     types = reader.layer_types(default, tuple(parts), key="mlp_layer_types")
     return [parts[kind] for kind in types]

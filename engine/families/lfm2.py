@@ -36,7 +36,7 @@ def read(reader: ConfigReader) -> ModelConfig:
     """Reads config.json. Raises CheckpointError if unsupported."""
     reader = with_defaults(reader)
     mlp: NamedPart = ("feed_forward", MLPConfig(intermediate_size=_mlp_size(reader)))
-    return read_layers(reader, [mlp] * reader.require("num_hidden_layers", int))
+    return read_layers(reader, [mlp] * reader.num_layers)
 
 
 def with_defaults(reader: ConfigReader) -> ConfigReader:
@@ -48,7 +48,7 @@ def with_defaults(reader: ConfigReader) -> ConfigReader:
 
 def read_layers(reader: ConfigReader, feed_forward: list[NamedPart]) -> ModelConfig:
     """The model whose layer i ends with `feed_forward[i]`. Raises CheckpointError."""
-    hidden = reader.require("hidden_size", int)
+    hidden = reader.size("hidden_size")
     for key in ("block_dim", "conv_dim", "conv_dim_out"):
         reader.require_one_of(key, [hidden])
     for key in ("block_use_swiglu", "use_pos_enc"):
@@ -75,7 +75,7 @@ def read_layers(reader: ConfigReader, feed_forward: list[NamedPart]) -> ModelCon
 
 def _default_types(reader: ConfigReader) -> list[str]:
     """By the list `full_attn_idxs` of old files; without one every layer is attention."""
-    layers = range(reader.require("num_hidden_layers", int))
+    layers = range(reader.num_layers)
     full = reader.get("full_attn_idxs", list, [*layers])
     if not all(layer in layers and not isinstance(layer, bool) for layer in full):
         raise CheckpointError(
@@ -86,13 +86,8 @@ def _default_types(reader: ConfigReader) -> list[str]:
 
 def _mlp_size(reader: ConfigReader) -> int:
     """`intermediate_size`, or two thirds of it, times a factor and rounded up."""
-    size: int = reader.require("intermediate_size", int)
+    size = reader.size("intermediate_size")
     if not reader.get("block_auto_adjust_ff_dim", bool, True):
         return size
     size = int(reader.get("block_ffn_dim_multiplier", float, 1.0) * int(2 * size / 3))
-    multiple: int = reader.get("block_multiple_of", int, 256)
-    if multiple < 1:
-        raise CheckpointError(
-            f"{reader.source}: 'block_multiple_of' is {multiple}, expected at least 1"
-        )
-    return round_up(size, multiple)
+    return round_up(size, reader.size("block_multiple_of", 256))

@@ -22,12 +22,10 @@ def read(reader: ConfigReader) -> ModelConfig:
         correction_bias=reader.get("use_expert_bias", bool, True),
         scale=reader.get("routed_scaling_factor", float, 1.0),
     )
-    experts = ExpertsConfig(
-        router=router, intermediate_size=reader.require("moe_intermediate_size", int)
-    )
+    experts = ExpertsConfig(router=router, intermediate_size=reader.size("moe_intermediate_size"))
     dense: NamedPart = ("feed_forward", read_mlp(reader))
     sparse: NamedPart = ("feed_forward", experts)
-    first = reader.get("num_dense_layers", int, 2)
-    count = reader.require("num_hidden_layers", int)
+    first = reader.count("num_dense_layers", 2)
+    count = reader.num_layers
     model = read_layers(reader, [dense if layer < first else sparse for layer in range(count)])
     return replace(model, renames=(*model.renames, *RENAMES))

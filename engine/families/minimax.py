@@ -44,10 +44,10 @@ def read(reader: ConfigReader) -> ModelConfig:
     experts = ExpertsConfig(
         # The largest of all experts' softmax, renormalised, times what the result is added with.
         router=read_router(reader, "num_local_experts", scale=scale),
-        intermediate_size=reader.require("intermediate_size", int),
+        intermediate_size=reader.size("intermediate_size"),
     )
     last = _block(reader, "mlp", ("mlp", experts), norm="post_attention_layernorm")
-    layers = range(1, 1 + reader.require("num_hidden_layers", int))
+    layers = range(1, 1 + reader.num_layers)
     kinds = reader.layer_types([FULL if n % 2 else LIGHTNING for n in layers], (FULL, LIGHTNING))
     return read_model(
         reader,
@@ -77,7 +77,7 @@ def _attention(reader: ConfigReader) -> AttentionConfig:
     transformers ignores it, the models were trained with it (its issue 48241, of the next model).
     """
     attention = read_attention(reader)
-    rotated = reader.get("rotary_dim", int, attention.head_dim)
+    rotated = reader.size("rotary_dim", attention.head_dim)
     return replace(
         attention,
         rope=read_rope(reader, attention.head_dim, rotated / attention.head_dim),

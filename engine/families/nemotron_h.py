@@ -77,7 +77,7 @@ def _layer_kinds(reader: ConfigReader) -> tuple[str, ...]:
         raise CheckpointError(
             f"{reader.source} has neither 'hybrid_override_pattern' nor 'layers_block_type'"
         )
-    stated = reader.get("num_hidden_layers", int, len(names))
+    stated = reader.size("num_hidden_layers", len(names))
     if stated != len(names):
         raise CheckpointError(
             f"{reader.source}: 'num_hidden_layers' is {stated}, but {len(names)} layers are listed"
@@ -91,7 +91,7 @@ def _layer_kinds(reader: ConfigReader) -> tuple[str, ...]:
 
 def _mlp(reader: ConfigReader, size: str) -> MLPConfig:
     return MLPConfig(
-        intermediate_size=reader.require(size, int),
+        intermediate_size=reader.size(size),
         bias=reader.get("mlp_bias", bool, False),
         activation=Activation.RELU2,
         gated=False,
@@ -104,10 +104,10 @@ def _experts(reader: ConfigReader) -> ExpertsConfig:
     reader.require_one_of("mlp_bias", [False])
     return ExpertsConfig(
         router=read_sigmoid_router(reader, "n_routed_experts"),
-        intermediate_size=reader.require("moe_intermediate_size", int),
+        intermediate_size=reader.size("moe_intermediate_size"),
         activation=Activation.RELU2,
         gated=False,
-        latent_size=reader.get("moe_latent_size", int, None),
+        latent_size=reader.optional_size("moe_latent_size"),
     )
 
 
@@ -116,11 +116,11 @@ def _mamba(reader: ConfigReader) -> Mamba2Config:
     limit = "mamba_dt_limit" if "mamba_dt_limit" in reader.fields else "time_step_limit"
     bias = reader.get("use_bias", bool, False)
     config = Mamba2Config(
-        num_heads=reader.require("mamba_num_heads", int),
-        head_dim=reader.require("mamba_head_dim", int),
-        state_size=reader.require("ssm_state_size", int),
-        n_groups=reader.get("mamba_n_groups", int, reader.get("n_groups", int, 8)),
-        conv_kernel=reader.get("mamba_d_conv", int, reader.get("conv_kernel", int, 4)),
+        num_heads=reader.size("mamba_num_heads"),
+        head_dim=reader.size("mamba_head_dim"),
+        state_size=reader.size("ssm_state_size"),
+        n_groups=reader.size("mamba_n_groups", reader.size("n_groups", 8)),
+        conv_kernel=reader.size("mamba_d_conv", reader.size("conv_kernel", 4)),
         conv_bias=reader.get("mamba_conv_bias", bool, reader.get("use_conv_bias", bool, True)),
         in_proj_bias=bias,
         out_proj_bias=bias,

@@ -72,10 +72,10 @@ def _rope(reader: ConfigReader, head_dim: int) -> RopeConfig | None:
 
 
 def _linear(reader: ConfigReader) -> GatedDeltaNetConfig:
-    heads = reader.require("num_attention_heads", int)
-    key_heads = reader.get("linear_num_key_heads", int, heads)
-    key_dim = int(0.75 * reader.require("hidden_size", int) / max(key_heads, 1))
-    key_dim = reader.get("linear_key_head_dim", int, key_dim)
+    heads = reader.size("num_attention_heads")
+    key_heads = reader.size("linear_num_key_heads", heads)
+    key_dim = int(0.75 * reader.size("hidden_size") / key_heads)
+    key_dim = reader.size("linear_key_head_dim", key_dim)
     # Those of transformers' class.
     defaults = {
         "linear_num_key_heads": heads,

@@ -6,7 +6,6 @@ full-attention layer now and then, Qwen3.5 bare or inside the vision-language wr
 
 from dataclasses import replace
 
-from engine.errors import CheckpointError
 from engine.model_configs.attention import FULL, QKNorm, read_attention, read_layer_types
 from engine.model_configs.config_reader import ConfigReader
 from engine.model_configs.feed_forward import (
@@ -81,15 +80,11 @@ def read_qwen3_5(reader: ConfigReader) -> ModelConfig:
 
 def _feed_forward(reader: ConfigReader, *, renormalise: bool) -> list[list[NamedPart]]:
     """By layer an MLP, or experts with perhaps an MLP beside them that every token takes."""
-    layers = range(reader.require("num_hidden_layers", int))
+    layers = range(reader.num_layers)
     dense = set(layers)
     count = "num_experts" if "num_experts" in reader.fields else "num_local_experts"
-    if reader.get(count, int, 0) > 0:
-        step = reader.get("decoder_sparse_step", int, 1)
-        if step < 1:
-            raise CheckpointError(
-                f"{reader.source}: 'decoder_sparse_step' is {step}, expected at least 1"
-            )
+    if reader.count(count, 0) > 0:
+        step = reader.size("decoder_sparse_step", 1)
         listed = reader.get("mlp_only_layers", list, [])
         dense = {layer for layer in layers if layer in listed or (layer + 1) % step}
     parts: dict[bool, list[NamedPart]] = {}
@@ -102,9 +97,9 @@ def _feed_forward(reader: ConfigReader, *, renormalise: bool) -> list[list[Named
 
 
 def _experts(reader: ConfigReader, router: RouterConfig) -> list[NamedPart]:
-    size = reader.require("moe_intermediate_size", int)
+    size = reader.size("moe_intermediate_size")
     experts = ExpertsConfig(router=router, intermediate_size=size)
-    shared = reader.get("shared_expert_intermediate_size", int, 0)
+    shared = reader.count("shared_expert_intermediate_size", 0)
     if shared == 0:
         return [("mlp", experts)]
     beside = MLPConfig(intermediate_size=shared, token_gate=True)

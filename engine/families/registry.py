@@ -88,11 +88,6 @@ def _check(config: ModelConfig, source: str) -> None:
     if config.dtype not in DTYPE_BYTES:
         options = ", ".join(DTYPE_BYTES)
         raise CheckpointError(f"{source}: dtype {config.dtype!r} is not one of {options}")
-    if config.max_position_embeddings < 1:
-        raise CheckpointError(
-            f"{source}: 'max_position_embeddings' is {config.max_position_embeddings}, "
-            "expected at least 1"
-        )
     if not 0.0 <= config.rms_norm_eps < inf:
         raise CheckpointError(
             f"{source}: the norms' epsilon is {config.rms_norm_eps}, expected a small number"

@@ -6,6 +6,7 @@ Knows nothing of architectures.
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import copy
+from math import prod
 from types import MappingProxyType
 from typing import Final, Self
 
@@ -100,9 +101,9 @@ class Weights:
             raise CheckpointError(
                 f"tensor {stored.name!r} has shape {stored.shape}, config.json implies {shape}"
             )
+        scale = self._scales.of(stored.name, _dtype_of(stored))
         if out is None:
             out = torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
-        scale = self._scales.of(stored.name, _dtype_of(stored))
         if scale is None:
             self._fill(out, stored)
         else:
@@ -154,13 +155,7 @@ class Weights:
 
     def _fill(self, out: Tensor, stored: StoredTensor) -> None:
         """Reads `stored` into `out`, converted."""
-        dtype = _dtype_of(stored)
-        if stored.num_bytes != out.numel() * dtype.itemsize:
-            raise CheckpointError(
-                f"{stored.path} cannot be read: tensor {stored.name!r} of type {stored.dtype} and "
-                f"shape {stored.shape} has {stored.num_bytes} bytes"
-            )
-        flat = out.view(-1)
+        dtype, flat = _dtype_of(stored), out.view(-1)
 
         @contextmanager
         def converted(offset: int, size: int) -> Iterator[memoryview]:
@@ -189,6 +184,12 @@ def _by_stored_name(files: WeightFiles) -> dict[str, StoredTensor]:
 
 
 def _dtype_of(stored: StoredTensor) -> torch.dtype:
-    if stored.dtype not in STORED_DTYPES:
-        raise CheckpointError(f"tensor {stored.name!r} has type {stored.dtype}, not one we know")
-    return STORED_DTYPES[stored.dtype]
+    """CheckpointError for a type that is not known, or where type and shape need other bytes."""
+    dtype = STORED_DTYPES.get(stored.dtype)
+    fits = dtype is not None and min(stored.shape, default=0) >= 0
+    if dtype is None or not fits or prod(stored.shape) * dtype.itemsize != stored.num_bytes:
+        raise CheckpointError(
+            f"{stored.path} cannot be read: tensor {stored.name!r} of type {stored.dtype} and "
+            f"shape {stored.shape} has {stored.num_bytes} bytes"
+        )
+    return dtype

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
-from engine.errors import CheckpointError
 from engine.kv_cache.spec import FullAttentionSpec, LatentAttentionSpec, SlidingWindowSpec
 from engine.model_configs.config_reader import ConfigReader
 from engine.model_configs.rope import RopeConfig, read_rope
@@ -53,11 +52,11 @@ def read_attention(reader: ConfigReader, rotary: float | None = None) -> Attenti
     `rotary`: the part of each head that is rotated where the file does not say it (`read_rope`);
     None: no positional encoding. Raises CheckpointError.
     """
-    heads = reader.require("num_attention_heads", int)
-    kv_heads = reader.get("num_key_value_heads", int, heads)
+    heads = reader.size("num_attention_heads")
+    kv_heads = reader.size("num_key_value_heads", heads)
     reader.require_divisor(("num_attention_heads", heads), ("num_key_value_heads", kv_heads))
-    default = reader.require("hidden_size", int) // heads
-    head_dim = reader.get("head_dim", int, reader.get("attention_head_dim", int, default))
+    default = reader.size("hidden_size") // heads
+    head_dim = reader.size("head_dim", reader.size("attention_head_dim", default))
     return AttentionConfig(
         num_heads=heads,
         num_kv_heads=kv_heads,
@@ -104,21 +103,21 @@ class LatentAttentionConfig:
 
 def read_latent_attention(reader: ConfigReader) -> LatentAttentionConfig:
     """Reads heads, ranks and sizes by the names of DeepSeek-V2. Raises CheckpointError."""
-    heads = reader.require("num_attention_heads", int)
+    heads = reader.size("num_attention_heads")
     reader.require_one_of("num_key_value_heads", [heads])
     reader.require_one_of("attention_bias", [False])
-    nope = reader.require("qk_nope_head_dim", int)
-    rope = reader.require("qk_rope_head_dim", int)
+    nope = reader.size("qk_nope_head_dim")
+    rope = reader.size("qk_rope_head_dim")
     return LatentAttentionConfig(
         num_heads=heads,
-        kv_lora_rank=reader.require("kv_lora_rank", int),
+        kv_lora_rank=reader.size("kv_lora_rank"),
         qk_nope_head_dim=nope,
         qk_rope_head_dim=rope,
-        v_head_dim=reader.require("v_head_dim", int),
+        v_head_dim=reader.size("v_head_dim"),
         scale=(nope + rope) ** -0.5,
         # The models' own code makes these norms with its class's default, not `rms_norm_eps`.
         norm_eps=1e-6,
-        q_lora_rank=reader.get("q_lora_rank", int, None),
+        q_lora_rank=reader.optional_size("q_lora_rank"),
     )
 
 
@@ -129,9 +128,7 @@ def read_layer_types(
 
     `interval`: n where the file has no `key`. Raises CheckpointError.
     """
-    interval = reader.get(key, int, interval)
-    if interval < 1:
-        raise CheckpointError(f"{reader.source}: {key!r} is {interval}, expected at least 1")
-    layers = range(1, 1 + reader.require("num_hidden_layers", int))
+    interval = reader.size(key, interval)
+    layers = range(1, 1 + reader.num_layers)
     default = [other if layer % interval else FULL for layer in layers]
     return reader.layer_types(default, (other, FULL))

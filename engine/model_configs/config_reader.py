@@ -1,6 +1,7 @@
 """Reads config.json: typed fields, clear errors, unsupported settings refused. Torch-free."""
 
 from collections.abc import Collection, Mapping, Sequence
+from math import inf, isfinite
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,9 @@ from engine.model_files import read_object
 
 # Fields of vision-language wrappers that are said of their text part too.
 OF_WRAPPERS = ("dtype", "torch_dtype", "tie_word_embeddings", "quantization_config")
+MAX_SIZE = 2**31 - 1
+MAX_LAYERS = 4096
+"""A file of nonsense must not make lists of layers until memory ends."""
 
 
 class ConfigReader:
@@ -62,6 +66,23 @@ class ConfigReader:
         value = self.fields.get(key)
         return default if value is None else self._typed(key, value, kind)
 
+    def count(self, key: str, default: int | None = None) -> int:
+        """A number from 0 to `MAX_SIZE`; it must be there if there is no `default`."""
+        return self._bounded(key, default, 0, MAX_SIZE)
+
+    def size(self, key: str, default: int | None = None) -> int:
+        """As `count`, but at least 1."""
+        return self._bounded(key, default, 1, MAX_SIZE)
+
+    def optional_size(self, key: str) -> int | None:
+        """As `size`; None where it is missing or null."""
+        return None if self.fields.get(key) is None else self.size(key)
+
+    @property
+    def num_layers(self) -> int:
+        """The number of hidden layers."""
+        return self._bounded("num_hidden_layers", None, 1, MAX_LAYERS)
+
     def numbers(self, key: str, count: int, default: float) -> tuple[float, ...]:
         """The list `key` of `count` numbers, or `count` times `default` when it is not there."""
         values = self.get(key, list, [default] * count)
@@ -74,7 +95,7 @@ class ConfigReader:
     ) -> tuple[str, ...]:
         """The list `key`, else `default`; one of `kinds` for each hidden layer."""
         types = tuple(self.get(key, list, default))
-        count = self.require("num_hidden_layers", int)
+        count = self.num_layers
         if len(types) != count or not all(kind in kinds for kind in types):
             raise CheckpointError(
                 f"{self.source}: {key!r} {types!r} must name {count} layers, "
@@ -96,12 +117,21 @@ class ConfigReader:
                 f"{self.source}: {part[0]!r} {part[1]} does not divide {whole[0]!r} {whole[1]}"
             )
 
+    def _bounded(self, key: str, default: int | None, least: int, most: int) -> int:
+        value: int = self.require(key, int) if default is None else self.get(key, int, default)
+        if not least <= value <= most:
+            raise CheckpointError(
+                f"{self.source}: {key!r} is {value}, expected a number from {least} to {most}"
+            )
+        return value
+
     def _typed(self, key: str, value: Any, kind: type) -> Any:
         # JSON has one kind of number, Python has bool as an int: 1 is a float, True is no int.
         if kind is float and isinstance(value, int) and not isinstance(value, bool):
-            return float(value)
-        if value != value:  # NaN, which Python's JSON reader takes
-            raise CheckpointError(f"{self.source}: {key!r} is NaN")
+            value = float(value) if abs(value) <= MAX_SIZE else inf
+        # Python's JSON reader takes these.
+        if isinstance(value, float) and not isfinite(value):
+            raise CheckpointError(f"{self.source}: {key!r} is {value}, expected a finite number")
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
             raise CheckpointError(f"{self.source}: {key!r} is {value!r}, expected {kind.__name__}")
         return value

@@ -36,7 +36,7 @@ class MLPConfig:
 def read_mlp(reader: ConfigReader) -> MLPConfig:
     """Size and bias of the feed-forward blocks under their common names."""
     return MLPConfig(
-        intermediate_size=reader.require("intermediate_size", int),
+        intermediate_size=reader.size("intermediate_size"),
         bias=reader.get("mlp_bias", bool, False),
     )
 
@@ -91,7 +91,7 @@ def read_router(
 
     Raises CheckpointError for numbers that do not fit.
     """
-    experts, chosen = reader.require(count, int), reader.require(top_k, int)
+    experts, chosen = reader.size(count), reader.size(top_k)
     if not 0 < chosen <= experts:
         raise CheckpointError(f"{reader.source}: {top_k!r} is {chosen} of {experts} {count!r}")
     return RouterConfig(count=experts, top_k=chosen, **own)
@@ -99,8 +99,8 @@ def read_router(
 
 def read_sigmoid_router(reader: ConfigReader, count: str) -> RouterConfig:
     """As `read_router`, with sigmoid scores in groups: DeepSeek-V3's router, under its names."""
-    groups = reader.get("n_group", int, 1)
-    top_groups = reader.get("topk_group", int, 1)
+    groups = reader.size("n_group", 1)
+    top_groups = reader.size("topk_group", 1)
     router = read_router(
         reader,
         count,

@@ -172,9 +172,9 @@ def read_model(reader: ConfigReader, *, positions: int, eps: float, **own: Any) 
     if quantization is not None:
         renames = (*renames, (UNUSED_SCALES, None))
     return ModelConfig(
-        vocab_size=reader.require("vocab_size", int),
-        hidden_size=reader.require("hidden_size", int),
-        max_position_embeddings=reader.get("max_position_embeddings", int, positions),
+        vocab_size=reader.size("vocab_size"),
+        hidden_size=reader.size("hidden_size"),
+        max_position_embeddings=reader.size("max_position_embeddings", positions),
         tie_word_embeddings=reader.get("tie_word_embeddings", bool, False),
         dtype=reader.get("dtype", str, reader.get("torch_dtype", str, "float32")),
         renames=renames,
@@ -185,6 +185,6 @@ def read_model(reader: ConfigReader, *, positions: int, eps: float, **own: Any) 
 
 def _prediction_layers(reader: ConfigReader, layers: int) -> Renames:
     """Skips the layers after the last that config.json says are there, and no others."""
-    count = sum(reader.get(key, int, 0) for key in PREDICTION_LAYERS)
+    count = sum(reader.count(key, 0) for key in PREDICTION_LAYERS)
     numbers = "|".join(map(str, range(layers, layers + count)))
     return ((rf"^model\.layers\.({numbers})\.", None),) if numbers else ()

@@ -36,16 +36,16 @@ class Mamba1Config:
 
 def read_mamba1(reader: ConfigReader) -> Mamba1Config:
     """Reads the fields of Jamba (`mamba_expand`, ...). Raises CheckpointError."""
-    hidden = reader.require("hidden_size", int)
+    hidden = reader.size("hidden_size")
     # "auto" is a sixteenth of the hidden channels, rounded up.
     rank = -(-hidden // 16)
     if reader.fields.get("mamba_dt_rank") != "auto":
-        rank = reader.get("mamba_dt_rank", int, rank)
+        rank = reader.size("mamba_dt_rank", rank)
     return Mamba1Config(
-        inner_size=reader.get("mamba_expand", int, 2) * hidden,
-        state_size=reader.get("mamba_d_state", int, 16),
+        inner_size=reader.size("mamba_expand", 2) * hidden,
+        state_size=reader.size("mamba_d_state", 16),
         dt_rank=rank,
-        conv_kernel=reader.get("mamba_d_conv", int, 4),
+        conv_kernel=reader.size("mamba_d_conv", 4),
         conv_bias=reader.get("mamba_conv_bias", bool, True),
         proj_bias=reader.get("mamba_proj_bias", bool, False),
     )
@@ -117,10 +117,10 @@ def read_mamba2(reader: ConfigReader, inner_key: str | None = None) -> Mamba2Con
     `hidden_size`. Raises CheckpointError when heads, channels and groups do not fit together.
     """
     # Some families name the channels, others a multiple of hidden_size; heads must divide them.
-    expanded = reader.get("mamba_expand", int, 2) * reader.require("hidden_size", int)
-    inner = expanded if inner_key is None else reader.require(inner_key, int)
-    heads = reader.get("mamba_n_heads", int, 128)
-    groups = reader.get("mamba_n_groups", int, 1)
+    expanded = reader.size("mamba_expand", 2) * reader.size("hidden_size")
+    inner = expanded if inner_key is None else reader.size(inner_key)
+    heads = reader.size("mamba_n_heads", 128)
+    groups = reader.size("mamba_n_groups", 1)
     reader.require_divisor(("mamba_n_heads", heads), ("mamba_n_groups", groups))
     channels = inner_key or "mamba_expand * hidden_size"
     reader.require_divisor((channels, inner), ("mamba_n_heads", heads))
@@ -129,9 +129,9 @@ def read_mamba2(reader: ConfigReader, inner_key: str | None = None) -> Mamba2Con
     return Mamba2Config(
         num_heads=heads,
         head_dim=inner // heads,
-        state_size=reader.get("mamba_d_state", int, 256),
+        state_size=reader.size("mamba_d_state", 256),
         n_groups=groups,
-        conv_kernel=reader.get("mamba_d_conv", int, 4),
+        conv_kernel=reader.size("mamba_d_conv", 4),
         conv_bias=reader.get("mamba_conv_bias", bool, True),
         in_proj_bias=bias,
         out_proj_bias=bias,
@@ -214,11 +214,11 @@ class GatedDeltaNetConfig:
 def read_gated_delta_net(reader: ConfigReader) -> GatedDeltaNetConfig:
     """Reads the `linear_*` fields. Raises CheckpointError for heads that do not fit."""
     config = GatedDeltaNetConfig(
-        key_heads=reader.require("linear_num_key_heads", int),
-        value_heads=reader.require("linear_num_value_heads", int),
-        key_dim=reader.require("linear_key_head_dim", int),
-        value_dim=reader.require("linear_value_head_dim", int),
-        conv_kernel=reader.get("linear_conv_kernel_dim", int, 4),
+        key_heads=reader.size("linear_num_key_heads"),
+        value_heads=reader.size("linear_num_value_heads"),
+        key_dim=reader.size("linear_key_head_dim"),
+        value_dim=reader.size("linear_value_head_dim"),
+        conv_kernel=reader.size("linear_conv_kernel_dim", 4),
     )
     values = ("linear_num_value_heads", config.value_heads)
     reader.require_divisor(values, ("linear_num_key_heads", config.key_heads))
@@ -246,8 +246,8 @@ class ShortConvConfig:
 def read_short_conv(reader: ConfigReader) -> ShortConvConfig:
     """Reads LFM2's `conv_*` fields. Raises CheckpointError for a kernel that keeps nothing."""
     config = ShortConvConfig(
-        channels=reader.require("hidden_size", int),
-        conv_kernel=reader.get("conv_L_cache", int, 3),
+        channels=reader.size("hidden_size"),
+        conv_kernel=reader.size("conv_L_cache", 3),
         bias=reader.get("conv_bias", bool, False),
     )
     if config.conv_kernel < 2:
@@ -308,7 +308,7 @@ def read_kimi_delta_attention(reader: ConfigReader) -> KimiDeltaAttentionConfig:
         nested = reader
         names = ("linear_num_heads", "linear_head_dim", "linear_conv_kernel_dim")
     return KimiDeltaAttentionConfig(
-        num_heads=nested.require(names[0], int),
-        head_dim=nested.require(names[1], int),
-        conv_kernel=nested.get(names[2], int, 4),
+        num_heads=nested.size(names[0]),
+        head_dim=nested.size(names[1]),
+        conv_kernel=nested.size(names[2], 4),
     )

@@ -165,19 +165,15 @@ def _original_positions(settings: ConfigReader, model: ConfigReader) -> int:
     So transformers reads both (modeling_rope_utils.py).
     """
     key = "original_max_position_embeddings"
-    found: int | None = model.get(key, int, settings.get(key, int, None))
-    if found is None:
-        found = model.require("max_position_embeddings", int)
-    if found < 1:
-        raise CheckpointError(f"{settings.source}: {key!r} is {found}, not positive")
-    return found
+    found = model.optional_size(key) or settings.optional_size(key)
+    return found or model.size("max_position_embeddings")
 
 
 def _factor(settings: ConfigReader, model: ConfigReader, original: int) -> float:
     """How much longer contexts are than `original`, from the model's sizes where it is not said."""
     if settings.fields.get("factor") is not None:
         return _positive(settings, "factor")
-    longest: int = model.require("max_position_embeddings", int)
+    longest: int = model.size("max_position_embeddings")
     return longest / original
 
 
@@ -221,7 +217,7 @@ def _longrope(
 ) -> tuple[ChannelScaling, float]:
     original = _original_positions(settings, model)
     factor = _factor(settings, model, original)
-    longest: int = model.require("max_position_embeddings", int)
+    longest: int = model.size("max_position_embeddings")
     if longest > original:
         raise CheckpointError(
             f"{settings.source}: rope_type 'longrope' has other factors for texts of more than "

@@ -9,8 +9,12 @@ Of later families: Kimi-Linear and Jamba-1.5-Mini word for word, LFM2-1.2B witho
 LFM2-8B-A1B and MiniMax-Text-01 (as transformers names its settings) what others quote.
 """
 
+import copy
 import json
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,10 +23,12 @@ from transformers import PreTrainedModel
 
 from benchmarks.support.model_folders import PUBLISHED_MODELS
 from benchmarks.support.small_models import widen
-from engine.families.registry import read_config
+from engine.errors import TandemError
+from engine.families.registry import config_of, read_config
 from engine.kv_cache.arena_plan import plan_arena
 from engine.kv_cache.report import plan_report
 from engine.kv_cache.spec import MambaSpec
+from engine.model_configs.config_reader import ConfigReader
 from tests.support.nodes.oracle import Runner, load, reference_logits, rounding_error
 from tests.support.nodes.shrunk import PLAIN, shrunk
 
@@ -134,3 +140,33 @@ def save(fields: dict[str, object], folder: Path) -> PreTrainedModel:
     model.save_pretrained(folder)
     (folder / "config.json").write_text(text)
     return model
+
+
+NOT_NUMBERS: tuple[Any, ...] = (float("nan"), float("inf"), "x", None, [], [None], {})
+STRANGE: tuple[Any, ...] = (0, -1, 1, 2**40, 2**70, 0.5, -0.5, *NOT_NUMBERS)
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_strange_values_are_refused_or_planned(name: str) -> None:
+    """Every value of the file in turn: an error that is ours, or a plan; nothing else, no hang."""
+    fields = json.loads((PUBLISHED_MODELS / name / "config.json").read_text())
+    for path in _paths(fields):
+        for value in STRANGE:
+            changed = copy.deepcopy(fields)
+            owner = changed
+            for key in path[:-1]:
+                owner = owner[key]
+            owner[path[-1]] = value
+            with suppress(TandemError):
+                config = config_of(ConfigReader(changed, "config.json"), None)
+                plan = plan_arena(config.groups, 16, 1 << 30)
+                assert plan_report(plan, config.max_position_embeddings)
+
+
+def _paths(value: Any) -> Iterator[tuple[Any, ...]]:
+    """The keys on the way to each value, of lists to the first."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value[:1])
+    for key, below in inner:
+        yield (key,)
+        if isinstance(below, dict | list):
+            yield from ((key, *rest) for rest in _paths(below))
