@@ -68,11 +68,11 @@ class ConfigReader:
 
     def count(self, key: str, default: int | None = None) -> int:
         """A number from 0 to `MAX_SIZE`; it must be there if there is no `default`."""
-        return self._bounded(key, default, 0, MAX_SIZE)
+        return self._bounded(key, default, least=0)
 
     def size(self, key: str, default: int | None = None) -> int:
         """As `count`, but at least 1."""
-        return self._bounded(key, default, 1, MAX_SIZE)
+        return self._bounded(key, default)
 
     def optional_size(self, key: str) -> int | None:
         """As `size`; None where it is missing or null."""
@@ -81,7 +81,7 @@ class ConfigReader:
     @property
     def num_layers(self) -> int:
         """The number of hidden layers."""
-        return self._bounded("num_hidden_layers", None, 1, MAX_LAYERS)
+        return self._bounded("num_hidden_layers", most=MAX_LAYERS)
 
     def numbers(self, key: str, count: int, default: float) -> tuple[float, ...]:
         """The list `key` of `count` numbers, or `count` times `default` when it is not there."""
@@ -117,7 +117,9 @@ class ConfigReader:
                 f"{self.source}: {part[0]!r} {part[1]} does not divide {whole[0]!r} {whole[1]}"
             )
 
-    def _bounded(self, key: str, default: int | None, least: int, most: int) -> int:
+    def _bounded(
+        self, key: str, default: int | None = None, *, least: int = 1, most: int = MAX_SIZE
+    ) -> int:
         value: int = self.require(key, int) if default is None else self.get(key, int, default)
         if not least <= value <= most:
             raise CheckpointError(
