@@ -9,6 +9,7 @@ from functools import partial
 
 import msgspec
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.gpu.sheet import Setting, Sheet
@@ -20,11 +21,13 @@ from engine.forward import (
     StateExport,
     StateIndex,
 )
+from engine.layers.mlp import gated as gated_mlp
 from engine.layers.norm import RMSNorm
 from engine.layers.rotary import Rotary, rotate_
 from engine.model_configs.rope import RopeConfig
 from engine.ops.backend import Ops, ops_for
 from engine.ops.causal_conv1d import naive as conv
+from engine.ops.experts import naive as experts
 from engine.ops.gated_delta_rule import naive as gated
 from engine.ops.paged_attention import naive as attention
 from engine.ops.selective_scan import naive as scan
@@ -53,14 +56,17 @@ def run(sheet: Sheet, setting: Setting) -> None:
         for window in (None, 40):
             with sheet.attempt(f"paged attention, {name}"):
                 _attention(sheet, ops, device, dtype=dtype, window=window)
-        with sheet.attempt(f"gated delta rule, {name}"):
-            _gated(sheet, ops, device, dtype=dtype)
+        for by_channel in (False, True):
+            with sheet.attempt(f"gated delta rule, {name}"):
+                _gated(sheet, ops, device, dtype=dtype, by_channel=by_channel)
         with sheet.attempt(f"selective scan, {name}"):
             _scan(sheet, ops, device, dtype=dtype)
         with sheet.attempt(f"ssd, {name}"):
             _ssd(sheet, ops, device, dtype=dtype)
         with sheet.attempt(f"causal conv1d, {name}"):
             _conv(sheet, ops, device, dtype=dtype)
+        with sheet.attempt(f"experts, {name}"):
+            _experts(sheet, ops, device, dtype=dtype)
         with sheet.attempt(f"norm and rotary, {name}"):
             _small(sheet, device, dtype=dtype)
     with sheet.attempt("sampling"):
@@ -140,11 +146,14 @@ def _move(pool: Tensor, final: Tensor, exported: Tensor) -> Tensor:
 EXPORTS = [(DECODES + EXPORT.segment, EXPORT.offset)]
 
 
-def _gated(sheet: Sheet, ops: Ops, device: torch.device, *, dtype: torch.dtype) -> None:
+def _gated(
+    sheet: Sheet, ops: Ops, device: torch.device, *, dtype: torch.dtype, by_channel: bool
+) -> None:
     keys, values, dim, tokens = 4, 8, 128, sum(LENS)
     q, k = torch.randn(2, tokens, keys, dim).to(dtype)
     v = torch.randn(tokens, values, dim).to(dtype)
-    g, beta = -torch.rand(tokens, values), torch.rand(tokens, values)
+    g, beta = -torch.rand(tokens, values, dim), torch.rand(tokens, values)
+    g = g if by_channel else g[..., 0]
     pool = torch.randn(NUM_UNITS, values, dim, dim)
     theirs = pool.to(device, copy=True)
     rows = (part.to(device) for part in (q, k, v, g, beta))
@@ -154,6 +163,7 @@ def _gated(sheet: Sheet, ops: Ops, device: torch.device, *, dtype: torch.dtype) 
     )
     after = _move(pool, final, exported)
     case = f"gated delta rule, {str(dtype).removeprefix('torch.')}"
+    case += ", decays by channel" if by_channel else ""
     _states(sheet, case, LIMITS[torch.float32], y=(found, y), pools=(theirs, after))
 
 
@@ -206,6 +216,23 @@ def _conv(sheet: Sheet, ops: Ops, device: torch.device, *, dtype: torch.dtype) -
     after = _move(pool, final, exported)
     case = f"causal conv1d, {str(dtype).removeprefix('torch.')}"
     _states(sheet, case, LIMITS[dtype], y=(found, y), pools=(theirs, after))
+
+
+def _experts(sheet: Sheet, ops: Ops, device: torch.device, *, dtype: torch.dtype) -> None:
+    count, top_k, width, inner, tokens = 32, 4, 256, 128, sum(LENS)
+    x = torch.randn(tokens, width).to(dtype)
+    # Of half of them, so that there are experts without a token.
+    chosen = torch.rand(tokens, count // 2).argsort(dim=1)[:, :top_k].contiguous()
+    shares = torch.rand(tokens, top_k)
+    up = (torch.randn(count, width, 2 * inner) * width**-0.5).to(dtype)
+    down = (torch.randn(count, inner, width) * inner**-0.5).to(dtype)
+    activation = partial(gated_mlp, F.silu)
+    rows = (part.to(device) for part in (x, chosen, shares, up, down))
+    found = ops.experts(*rows, activation=activation)
+    wide = (x.float(), chosen, shares, up.float(), down.float())
+    truth = experts.experts(*wide, activation=activation)
+    name = str(dtype).removeprefix("torch.")
+    sheet.near(f"experts, {name}", found, truth, limit=LIMITS[dtype])
 
 
 def _small(sheet: Sheet, device: torch.device, *, dtype: torch.dtype) -> None:

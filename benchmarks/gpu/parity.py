@@ -16,19 +16,9 @@ from benchmarks.gpu.asking import (
 )
 from benchmarks.gpu.checkpoints import small
 from benchmarks.gpu.sheet import Setting, Sheet
+from benchmarks.support.small_models import configs
 
-FAMILIES = (
-    "qwen3",
-    "qwen3_5",
-    "nemotron_h",
-    "gemma3",
-    "granitemoehybrid",
-    "falcon_h1",
-    "bamba",
-    "kimi_linear",
-    "olmo_hybrid",
-    "jamba",
-)
+FAMILIES = tuple(configs(1))
 ALLOWED = 2e-3
 SIXTEEN_BITS = ("qwen3_5", "nemotron_h")
 
