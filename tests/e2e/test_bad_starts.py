@@ -50,10 +50,10 @@ BROKEN: dict[str, tuple[Damage, str]] = {
     "folder": (no_file, r"config\.json cannot be read: Is a directory"),
     "context": (
         value("config.json", "max_position_embeddings", 0),
-        r"config\.json: 'max_position_embeddings' is 0, expected at least 1",
+        r"config\.json: 'max_position_embeddings' is 0, expected a number from 1",
     ),
-    "NaN": (value("config.json", "rms_norm_eps", float("nan")), r"config.*'rms_norm_eps' is NaN"),
-    "inf": (value("config.json", "rms_norm_eps", float("inf")), r"config\.json: .*epsilon is inf"),
+    "NaN": (value("config.json", "rms_norm_eps", float("nan")), r"config.*'rms_norm_eps' is nan"),
+    "inf": (value("config.json", "rms_norm_eps", float("inf")), r"config\.json: 'rms_norm_eps' is inf"),
     "temperature": (
         value("generation_config.json", "temperature", -5),
         r"generation_config\.json: 'temperature' is -5",
