@@ -39,7 +39,7 @@ from benchmarks.support.pairs import Spread, Way, alternate
 from benchmarks.support.plots import grouped_bars
 from engine.families.registry import read_config
 from engine.models.loader import load_and_identify
-from engine.models.weights_digest import BESIDE, TICK_NS
+from engine.weights.digest import BESIDE, TICK_NS
 from serving.process import configure_logging
 
 SECONDS = (360, 120)

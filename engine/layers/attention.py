@@ -9,9 +9,9 @@ from engine.layers.linear import load_linear
 from engine.layers.mixer import CacheKey, ForwardPass
 from engine.layers.norm import RMSNorm
 from engine.layers.rotary import rotate_
-from engine.layers.weights import Weights
 from engine.model_configs.attention import AttentionConfig, QKNorm
 from engine.model_configs.model_config import ModelConfig
+from engine.weights.weights import Weights
 
 
 class Attention:

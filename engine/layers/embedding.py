@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.layers.linear import Linear
-from engine.layers.weights import Weights
+from engine.weights.weights import Weights
 
 HEAD = "lm_head.weight"
 

@@ -8,9 +8,9 @@ from torch import Tensor
 from engine.layers.linear import load_linear
 from engine.layers.mixer import ForwardPass
 from engine.layers.mlp import ACTIVATIONS, gated
-from engine.layers.weights import Weights
 from engine.model_configs.feed_forward import ExpertsConfig, RouterConfig, Scoring
 from engine.model_configs.model_config import ModelConfig
+from engine.weights.weights import Weights
 
 
 class Router:

@@ -12,9 +12,9 @@ from torch import Tensor
 from engine.layers.linear import Linear, load_linear
 from engine.layers.mixer import CacheKey, ForwardPass
 from engine.layers.norm import RMSNorm
-from engine.layers.weights import Weights
 from engine.model_configs.attention import LatentAttentionConfig
 from engine.model_configs.model_config import ModelConfig
+from engine.weights.weights import Weights
 
 
 class LatentAttention:

@@ -6,7 +6,7 @@ Folding costs nothing at run time; it rounds the weights once more where they ar
 import torch
 from torch import Tensor
 
-from engine.layers.weights import Weights
+from engine.weights.weights import Weights
 
 # From this many rows on, oneDNN's packed product beats MKL's; below, its set-up does not pay.
 PACKED_ROWS = 2

@@ -15,9 +15,9 @@ from engine.forward import (
     StateIndex,
 )
 from engine.layers.norm import RMSNorm
-from engine.layers.weights import Weights
 from engine.model_configs.model_config import ModelConfig
 from engine.model_configs.rope import RopeConfig
+from engine.weights.weights import Weights
 
 C = TypeVar("C", contravariant=True)
 CacheKey = tuple[int, int]

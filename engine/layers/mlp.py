@@ -9,9 +9,9 @@ from torch import Tensor
 
 from engine.layers.linear import Linear, load_linear, per_output
 from engine.layers.mixer import ForwardPass
-from engine.layers.weights import Weights
 from engine.model_configs.feed_forward import Activation, MLPConfig
 from engine.model_configs.model_config import ModelConfig
+from engine.weights.weights import Weights
 
 
 def _relu2(x: Tensor) -> Tensor:

@@ -7,8 +7,8 @@ about eight.
 import torch
 from torch import Tensor
 
-from engine.layers.weights import Weights
 from engine.model_configs.model_config import ModelConfig
+from engine.weights.weights import Weights
 
 
 class RMSNorm:

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from engine.layers.linear import load_linear
 from engine.layers.mixer import CacheKey, ForwardPass
-from engine.layers.weights import Weights
 from engine.model_configs.model_config import ModelConfig
 from engine.model_configs.recurrent import ShortConvConfig
+from engine.weights.weights import Weights
 
 
 class ShortConv:

@@ -28,7 +28,6 @@ from engine.layers.mlp import MLP
 from engine.layers.norm import RMSNorm, load_norm
 from engine.layers.rotary import Rotary
 from engine.layers.short_conv import ShortConv
-from engine.layers.weights import Weights
 from engine.model_configs.attention import AttentionConfig, LatentAttentionConfig
 from engine.model_configs.feed_forward import ExpertsConfig, MLPConfig
 from engine.model_configs.model_config import Block, FeedForwardConfig, ModelConfig
@@ -41,6 +40,7 @@ from engine.model_configs.recurrent import (
     ShortConvConfig,
 )
 from engine.model_configs.rope import RopeConfig
+from engine.weights.weights import Weights
 
 MIXERS: Mapping[type, MakeMixer[Any]] = MappingProxyType(
     {

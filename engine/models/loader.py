@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from engine.forward import TORCH_DTYPES, ForwardBatch, LayerCaches
-from engine.layers.weight_files import WeightFiles
-from engine.layers.weights import Weights
 from engine.model_configs.identity import ModelIdentity, identity_of
 from engine.model_configs.model_config import ModelConfig
 from engine.models.hybrid import build
-from engine.models.weights_digest import WeightsDigest
+from engine.weights.digest import WeightsDigest
+from engine.weights.files import WeightFiles
+from engine.weights.weights import Weights
 
 
 class CausalLM(Protocol):

@@ -53,7 +53,10 @@ BROKEN: dict[str, tuple[Damage, str]] = {
         r"config\.json: 'max_position_embeddings' is 0, expected a number from 1",
     ),
     "NaN": (value("config.json", "rms_norm_eps", float("nan")), r"config.*'rms_norm_eps' is nan"),
-    "inf": (value("config.json", "rms_norm_eps", float("inf")), r"config\.json: 'rms_norm_eps' is inf"),
+    "inf": (
+        value("config.json", "rms_norm_eps", float("inf")),
+        r"config\.json: 'rms_norm_eps' is inf",
+    ),
     "temperature": (
         value("generation_config.json", "temperature", -5),
         r"generation_config\.json: 'temperature' is -5",

@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM
 from benchmarks.support.small_models import configs, widen
 from engine.errors import CheckpointError
 from engine.families.registry import read_config
-from engine.layers.float8 import Scales
 from engine.model_configs.quantization import Float8Config
 from engine.models.loader import load_and_identify
+from engine.weights.float8 import Scales
 from tests.support.nodes.oracle import Runner, load
 
 E4M3_MAX = 448.0

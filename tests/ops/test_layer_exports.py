@@ -16,8 +16,6 @@ from engine.layers.mamba1 import Mamba1
 from engine.layers.mamba2 import Mamba2
 from engine.layers.mixer import ForwardPass
 from engine.layers.short_conv import ShortConv
-from engine.layers.weight_files import WeightFiles
-from engine.layers.weights import Weights
 from engine.model_configs.model_config import ModelConfig
 from engine.model_configs.recurrent import (
     GatedDeltaNetConfig,
@@ -26,6 +24,8 @@ from engine.model_configs.recurrent import (
     Mamba2Config,
     ShortConvConfig,
 )
+from engine.weights.files import WeightFiles
+from engine.weights.weights import Weights
 
 HIDDEN, HEADS, DIM, KERNEL, UNITS = 16, 4, 8, 4, 9
 CONV = 64  # channels through the convolution, in all layers that have one

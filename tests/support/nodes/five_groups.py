@@ -12,7 +12,6 @@ from torch import Tensor
 
 from benchmarks.support.small_models import spread
 from engine.kv_cache.spec import FullAttentionSpec, KVCacheGroup, SlidingWindowSpec, form_groups
-from engine.layers.weights import Weights
 from engine.model_configs.attention import AttentionConfig, QKNorm
 from engine.model_configs.feed_forward import MLPConfig
 from engine.model_configs.model_config import MixerConfig, ModelConfig, NamedPart, decoder_layer
@@ -20,6 +19,7 @@ from engine.model_configs.recurrent import Mamba2Config
 from engine.model_configs.rope import RopeConfig
 from engine.models.hybrid import HybridModel, build
 from engine.ops.backend import ops_for
+from engine.weights.weights import Weights
 
 VOCABULARY, HIDDEN = 512, 48
 FULL_BLOCK = 32

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 from benchmarks.demo_model import text
 from deploy.config import load_cluster
-from engine.models.weights_digest import BESIDE
+from engine.weights.digest import BESIDE
 
 FOLDER = Path(load_cluster().model)
 FREE_WORDS = set(text.NUMBERS)

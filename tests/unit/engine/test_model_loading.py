@@ -14,13 +14,13 @@ from torch import Tensor
 from engine.errors import CheckpointError
 from engine.families.registry import read_config
 from engine.kv_cache.spec import FullAttentionSpec, MambaSpec, StatePart
-from engine.layers.weight_files import WeightFiles
-from engine.layers.weights import Weights
 from engine.model_configs.attention import AttentionConfig
 from engine.model_configs.recurrent import Mamba2Config
 from engine.models.hybrid import HybridModel
 from engine.models.loader import load_model
-from engine.models.weights_digest import WeightsDigest
+from engine.weights.digest import WeightsDigest
+from engine.weights.files import WeightFiles
+from engine.weights.weights import Weights
 
 CPU = torch.device("cpu")
 

@@ -16,11 +16,11 @@ from structlog.testing import capture_logs
 from torch import Tensor
 
 from engine.errors import CheckpointError
-from engine.layers import load_progress
-from engine.layers.load_progress import LoadProgress
-from engine.layers.weight_files import BLOCK_BYTES, WeightFiles
-from engine.layers.weights import Weights
-from engine.models.weights_digest import WeightsDigest
+from engine.weights import load_progress
+from engine.weights.digest import WeightsDigest
+from engine.weights.files import BLOCK_BYTES, WeightFiles
+from engine.weights.load_progress import LoadProgress
+from engine.weights.weights import Weights
 
 CPU = torch.device("cpu")
 ROWS, COLUMNS = 3 * BLOCK_BYTES // 2048 + 5, 1021

@@ -14,9 +14,9 @@ from structlog.testing import capture_logs
 from torch import Tensor
 
 from engine.errors import CheckpointError
-from engine.layers.weight_files import BLOCK_BYTES, WeightFiles
-from engine.models import weights_digest
-from engine.models.weights_digest import BESIDE, MAX_RECORDS, WeightsDigest
+from engine.weights import digest
+from engine.weights.digest import BESIDE, MAX_RECORDS, WeightsDigest
+from engine.weights.files import BLOCK_BYTES, WeightFiles
 
 TENSORS = {
     "a": torch.arange(12, dtype=torch.float32).reshape(3, 4),
@@ -31,7 +31,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The user's cache folder, which nothing has made yet."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     # The times of files tick every few milliseconds here: the tests need not wait for seconds.
-    monkeypatch.setattr(weights_digest, "TICK_NS", 300_000_000)
+    monkeypatch.setattr(digest, "TICK_NS", 300_000_000)
     return tmp_path / "cache" / "tandem"
 
 
@@ -50,7 +50,7 @@ def folder_of(path: Path, *shards: dict[str, Tensor], **metadata: str) -> Path:
 def wait_until_old(folder: Path) -> None:
     """Until a change could not have the time of the last one."""
     files = list(folder.glob("*.safetensors"))
-    while time.time_ns() - max(path.stat().st_ctime_ns for path in files) < weights_digest.TICK_NS:
+    while time.time_ns() - max(path.stat().st_ctime_ns for path in files) < digest.TICK_NS:
         time.sleep(0.05)
 
 

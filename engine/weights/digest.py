@@ -23,9 +23,9 @@ import structlog
 import xxhash
 
 from engine.errors import CheckpointError
-from engine.layers.weight_files import FileStat, StoredTensor, WeightFiles
 from engine.model_files import read_bytes, weight_files
 from engine.struct_types import learned
+from engine.weights.files import FileStat, StoredTensor, WeightFiles
 
 VERSION: Final = 2
 """Goes up where the same tensors get another digest."""

@@ -19,9 +19,9 @@ from typing import Final, NamedTuple, Self
 import msgspec
 
 from engine.errors import CheckpointError
-from engine.layers.load_progress import LoadProgress
 from engine.model_files import weight_files
 from engine.struct_types import learned
+from engine.weights.load_progress import LoadProgress
 
 THREADS: Final = 4
 BLOCK_BYTES: Final = 2 << 20

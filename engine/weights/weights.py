@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from engine.errors import CheckpointError
-from engine.layers.float8 import Scales
-from engine.layers.skipped import Skipped
-from engine.layers.weight_files import StoredTensor, WeightFiles
 from engine.model_configs.model_config import Renames, renamed
 from engine.model_configs.quantization import Float8Config
 from engine.ops.backend import ops_for
+from engine.weights.files import StoredTensor, WeightFiles
+from engine.weights.float8 import Scales
+from engine.weights.skipped import Skipped
 
 STORED_DTYPES: Final[Mapping[str, torch.dtype]] = MappingProxyType(
     {
