@@ -89,7 +89,7 @@ class Scales:
         for filled, matrix, own in parts:
             for start in range(0, len(matrix), rows):
                 part = _half(matrix[start : start + rows].to(out.device)).float()
-                _multiply_(part, own, block, start)
+                _multiply_(part, own, block=block, start=start)
                 filled[start : start + rows] = part
         self._applied += 1
 
@@ -141,7 +141,7 @@ def _half(stored: Tensor) -> Tensor:
     )
 
 
-def _multiply_(part: Tensor, scales: Tensor, block: tuple[int, int] | None, start: int) -> None:
+def _multiply_(part: Tensor, scales: Tensor, *, block: tuple[int, int] | None, start: int) -> None:
     """Multiplies float32 rows [rows, columns] from `start` on IN PLACE by those of their matrix."""
     rows, columns = part.shape
     if block is None:
