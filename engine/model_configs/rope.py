@@ -230,5 +230,6 @@ def _longrope(
         raise CheckpointError(
             f"{settings.source}: 'short_factor' has numbers that are not positive"
         )
-    grown = 1.0 if factor <= 1.0 else sqrt(1.0 + log(factor) / log(original))
+    # A context of one token cannot have grown: its logarithm is nothing to divide by.
+    grown = sqrt(1.0 + log(factor) / log(original)) if factor > 1.0 and original > 1 else 1.0
     return ChannelScaling(factors), _positive(settings, "attention_factor", grown)

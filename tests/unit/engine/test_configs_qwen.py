@@ -84,6 +84,9 @@ def test_longrope_serves_texts_that_its_short_factors_are_for() -> None:
     rope = rope_of(read("Qwen3", fields | {"max_position_embeddings": 4096}))
     magnitude = sqrt(1.0 + log(32.0) / log(4096))
     assert rope == RopeConfig(1e4, 32, ChannelScaling((1.5,) * 16), magnitude)
+    ones = {"original_max_position_embeddings": 1, "max_position_embeddings": 1}
+    short = RopeConfig(1e4, 32, ChannelScaling((1.5,) * 16))
+    assert rope_of(read("Qwen3", fields | ones)) == short
 
 
 def test_dtype_has_two_spellings_and_may_be_overridden() -> None:
