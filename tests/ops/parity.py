@@ -130,7 +130,7 @@ class ParityTests:
         rows = [runner.step({0: token})[0] for token in pair.tokens[70:110]]
         pair.check(torch.cat(rows), 70)
 
-    @pytest.mark.parametrize("aligned", [False, True])
+    @pytest.mark.parametrize("aligned", everyday((False, True), (True,)))
     def test_mixed_batches(self, pair: Pair, aligned: bool) -> None:
         """Sequences decode, prefill in chunks and start in the same steps, all of one text."""
         runner = Runner(pair.config, pair.model, aligned=aligned)

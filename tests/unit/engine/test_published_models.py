@@ -31,6 +31,7 @@ from engine.kv_cache.spec import MambaSpec
 from engine.model_configs.config_reader import ConfigReader
 from tests.support.nodes.oracle import Runner, load, reference_logits, rounding_error
 from tests.support.nodes.shrunk import PLAIN, shrunk
+from tests.tiers import everyday
 
 # By model, for each group of layers: how many, and the bytes that one of them keeps in bfloat16,
 # of a token (K and V: 2 * heads * channels * 2) or of a sequence (states: convolution rows in
@@ -83,6 +84,16 @@ REFERENCE = {
     "nemotron_h": {"time_step_min": 1e-9},  # it clamps steps from below, in prefill alone
 }
 TOKENS = 48
+DAILY = (
+    "Qwen3.5-35B-A3B",
+    "Nemotron-3-Super-120B-A12B",
+    "Gemma-3-12B",
+    "Falcon-H1-7B",
+    "LFM2-8B-A1B",
+    "MiniMax-Text-01",
+    "Jamba-1.5-Mini",
+    "Kimi-Linear-48B-A3B",
+)
 
 
 def test_every_file_is_checked() -> None:
@@ -109,7 +120,8 @@ def test_layers_and_bytes_of_the_published_sizes(name: str) -> None:
     assert max(map(plan.waste, numbers)) <= WASTE.get(name, 0.03), plan_report(plan, 4096)
 
 
-@pytest.mark.parametrize("name", GROUPS)
+# Every day the newest file of each kind of part; older ones have the same parts, or fewer.
+@pytest.mark.parametrize("name", everyday(GROUPS, DAILY))
 def test_all_its_keys_load_and_give_the_logits_of_transformers(name: str, tmp_path: Path) -> None:
     """In chunks; sizes are smaller and layers fewer, the settings are those that are published."""
     fields = shrunk(json.loads((PUBLISHED_MODELS / name / "config.json").read_text()))
