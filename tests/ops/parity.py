@@ -8,7 +8,7 @@ does to these logits.
 """
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -84,11 +84,15 @@ class ParityTests:
     """Whole, chunked and mixed work gives the reference's logits and greedy tokens."""
 
     CASES: ClassVar[Mapping[str, Case]]
+    LONG: ClassVar[Container[str]] = ()
+    """Names of cases whose settings are met in others, one by one: only in `make test-long`."""
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """Every test of the class is run on the pair of each case."""
         if "pair" in metafunc.fixturenames:
-            metafunc.parametrize("pair", self.CASES, indirect=True, scope="class")
+            daily = [name for name in self.CASES if name not in self.LONG]
+            cases = everyday(self.CASES, daily)
+            metafunc.parametrize("pair", cases, indirect=True, scope="class")
 
     @pytest.fixture(scope="class")
     @classmethod

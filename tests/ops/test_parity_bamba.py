@@ -32,6 +32,7 @@ BIASED = MAMBA | {
 
 
 class TestBamba(ParityTests):
+    LONG: ClassVar = ("odd",)
     CASES: ClassVar = {
         # Two groups of B and C, attention in the middle and at the end.
         "plain": Case(

@@ -69,6 +69,7 @@ def name_as_on_the_hub(folder: Path) -> None:
 
 
 class TestGemma3(ParityTests):
+    LONG: ClassVar = ("local-only",)
     CASES: ClassVar = {
         # The hub's pattern of layers, a window that is no multiple of a block.
         "plain": Case(

@@ -89,6 +89,7 @@ def name_as_in_memory(folder: Path) -> None:
 
 
 class TestGranite(ParityTests):
+    LONG: ClassVar = ("attention-only",)
     CASES: ClassVar = {
         "dense": Case(GraniteMoeHybridConfig(**DENSE), spell_as_on_the_hub),
         "experts": Case(GraniteMoeHybridConfig(**EXPERTS), seed=4, embed=0.01),

@@ -79,6 +79,7 @@ named_as_on_the_hub = partial(rewrite, changes={"architectures": ["NemotronHForC
 
 
 class TestNemotronH(ParityTests):
+    LONG: ClassVar = ("groups", "odd-sizes")
     CASES: ClassVar = {
         "groups": Case(groups()),
         "odd-sizes": Case(config_of("MM*-M*", 48, (3, 1, 20), mamba=(6, 8, 1, 24)), seed=21),

@@ -118,6 +118,7 @@ def spell_scaling_the_old_way(folder: Path) -> None:
 
 
 class TestQwen(ParityTests):
+    LONG: ClassVar = ("qwen3-tied", "qwen3-ungrouped", "qwen3_5-plain", "qwen3_5_moe")
     CASES: ClassVar = {
         "qwen3-plain": Case(Qwen3Config(**QWEN3["plain"]), spell_the_old_way),
         "qwen3-tied": Case(Qwen3Config(**QWEN3["tied"])),
