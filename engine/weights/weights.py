@@ -70,6 +70,10 @@ class Weights:
             name = renamed(stored.name, renames)
             if name is None:
                 self._skipped.add(stored.name, stored.num_bytes)
+            elif name in self._where:
+                raise CheckpointError(
+                    f"tensors {self._where[name].name!r} and {stored.name!r} are both {name!r}"
+                )
             elif stored.name not in self._scales:
                 self._where[name] = stored
         self._untaken = set(self._where)

@@ -296,6 +296,16 @@ def test_tensors_are_joined_whatever_rows_each_has(tmp_path: Path) -> None:
                 weights.take_joined(["q", "k"], shape)
 
 
+def test_two_spellings_of_one_tensor_are_named(folder: Path) -> None:
+    """Neither may win in silence: nobody can say which one the model was saved with."""
+    stored = tensors()
+    stored["model.norm.weight"] = torch.ones(16)
+    save_file(stored, folder / "model.safetensors")
+    message = r"'backbone\.norm_f\.weight' and 'model\.norm\.weight' are both"
+    with pytest.raises(CheckpointError, match=message):
+        load(folder)
+
+
 def test_folder_without_weights_is_named(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be read"):
