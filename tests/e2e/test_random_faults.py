@@ -8,6 +8,7 @@ repeat one run, call `check` with its seed and its number alone (with prefix cac
 """
 
 import asyncio
+import time
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,6 +39,9 @@ RUNS = 120
 MANY = {"shm": 1_320, "nixl": 240, "ucx": 240, "zmq": 240}
 STAGE_BYTES = 16 << 10
 LEASE_S = 4.0
+# A hand-over takes milliseconds. One that took this long stood still with its machine, and D's
+# renewals with it: its lease may have ended, and D is right to refuse the bytes.
+STOOD_STILL_S = LEASE_S / 2
 CONTROL_S = 10.0
 SAMPLING = msgspec.structs.replace(GREEDY, max_tokens=3)
 SHARED_PREFIX = prompt_of(64, salt=77)
@@ -115,6 +119,7 @@ class Chaos:
         async with self.turn:  # batches would round otherwise
             if prompt not in self.alone:
                 self.alone[prompt] = await generate(self.p, request_of(prompt, SAMPLING))
+            granted = time.monotonic()
             params = await prefill(self.p, prompt, SAMPLING)
         self.plans.add(plan, str(params.remote_request_id), lane.d.engine_id)
         if any(step.point is FaultPoint.BEFORE_HANDSHAKE for step in plan.steps):
@@ -124,14 +129,20 @@ class Chaos:
         except TandemError as error:
             assert lane.kind.policy == "fail", error
             assert isinstance(error, KVLoadError), error
-            assert not plan.must_succeed, error
+            assert not plan.must_succeed or stood_still(granted), error
             return "refused"
         assert_same(self.alone[prompt], pair, exact=not lane.kind.caching)
         was_pulled = pair.last.was_pulled
         assert not (was_pulled and plan.must_fail), "a pull was believed whose lease had ended"
-        assert was_pulled or not plan.must_succeed, "a pull failed without a reason"
+        may_fail = not plan.must_succeed or stood_still(granted)
+        assert was_pulled or may_fail, "a pull failed without a reason"
         assert was_pulled or lane.kind.policy == "recompute"
         return "pulled" if was_pulled else "recomputed"
+
+
+def stood_still(since: float) -> bool:
+    """Whether so much of `time.monotonic()` has passed that a lease may have ended by itself."""
+    return time.monotonic() - since > STOOD_STILL_S
 
 
 def draw_prompt(plan: Plan, kind: Kind) -> Prompt:
