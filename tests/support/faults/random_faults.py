@@ -74,9 +74,9 @@ class Plan:
     @property
     def must_fail(self) -> bool:
         """The lease ended before D had read its record, or before P had answered with digests."""
-        behind = (FaultPoint.BEFORE_RELEASE, FaultPoint.AFTER_RELEASE)
+        too_late = (FaultPoint.BEFORE_RELEASE, FaultPoint.AFTER_RELEASE)
         return any(
-            step.act in (LEASE_ENDS, BLOCKS_REUSED) and step.point not in behind
+            step.act in (LEASE_ENDS, BLOCKS_REUSED) and step.point not in too_late
             for step in self.fired
         )
 
