@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
+from engine.compute_config import ComputeConfig, KernelChoice
 from engine.errors import ConfigError
 from engine.types import SchedulingPolicy
 
@@ -386,9 +387,21 @@ class NodeConfig(ServerConfig, frozen=True, kw_only=True, forbid_unknown_fields=
             "replay_endpoint, buffer_steps, hwm, max_queue_size, topic, encoding (map, array)."
         ),
     ] = KVEventsConfig()
+    kernels: Annotated[
+        KernelChoice,
+        Meta(
+            description="auto: compiled kernels where this processor runs them; torch: its own "
+            "operators. All nodes of a cluster must run the same, which the log names at start."
+        ),
+    ] = "auto"
     num_threads: Annotated[
         int, Meta(ge=1, le=1024, description="torch threads; more than cores is far slower.")
     ] = 1
+
+    @property
+    def compute(self) -> ComputeConfig:
+        """What the loader of the model needs to know."""
+        return ComputeConfig(self.kernels)
 
     def check(self) -> None:
         if not self.model:

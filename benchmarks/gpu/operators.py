@@ -50,8 +50,8 @@ def run(sheet: Sheet, setting: Setting) -> None:
     """Each family in float32 and in bfloat16."""
     torch.manual_seed(0)
     device = torch.device(setting.device)
-    ops = ops_for(device)
     for dtype in (torch.float32, torch.bfloat16):
+        ops = ops_for(device, dtype, kernels="auto")
         name = str(dtype).removeprefix("torch.")
         for window in (None, 40):
             with sheet.attempt(f"paged attention, {name}"):

@@ -127,7 +127,7 @@ class BareCore:
             else self.connector.scheduler.cache_listener,
         )
         self.scheduler = Scheduler(scheduler_config(options), cache, self.connector.scheduler)
-        model = load_model(folder, config, torch.device("cpu"))
+        model = load_model(folder, config, torch.device("cpu"), compute=options.compute)
         self.runner = ModelRunner(model, plan, self._arena)
         after_step = self.events.publish if self.events else None
         self.core = EngineCore(self.scheduler, self.runner, self.connector, after_step=after_step)

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.layers.linear import Linear
+from engine.ops.backend import Product
 from engine.weights.weights import Weights
 
 HEAD = "lm_head.weight"
@@ -29,19 +29,19 @@ class Embedding:
         return rows if self.scale == 1.0 else rows.mul_(self.scale)
 
 
-def output_head(weights: Weights, embedding: Embedding, *, tied: bool) -> Linear:
+def output_head(weights: Weights, embedding: Embedding, *, tied: bool) -> Product:
     """The product that gives logits: `lm_head.weight`, or the embedding's matrix when `tied`.
 
     A head that is stored counts, also where the config ties it, as in transformers: some models are
     never tied and yet saved with such a config. One that equals the embeddings is not kept twice.
     """
     if tied and HEAD not in weights:
-        return Linear(embedding.weight)
+        return weights.ops.linear(embedding.weight)
     stored = weights.take(HEAD, (embedding.weight.shape[0], embedding.weight.shape[1]))
     if torch.equal(stored, embedding.weight):
-        return Linear(embedding.weight)
+        return weights.ops.linear(embedding.weight)
     if tied:
         log.warning(
             "config.json ties this tensor, the file stores another: it is used", tensor=HEAD
         )
-    return Linear(stored)
+    return weights.ops.linear(stored)

@@ -7,11 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.layers.linear import Linear, load_linear
+from engine.layers.linear import load_linear
 from engine.layers.mixer import CacheKey, ForwardPass
 from engine.layers.norm import RMSNorm
 from engine.model_configs.model_config import ModelConfig
 from engine.model_configs.recurrent import GatedDeltaNetConfig
+from engine.ops.backend import Product
 from engine.weights.weights import Weights
 
 
@@ -68,7 +69,7 @@ class GatedDeltaNet:
         return self.out_proj(gated.reshape(x.shape[0], -1), residual)
 
 
-def _in_proj(config: GatedDeltaNetConfig, weights: Weights, hidden: int) -> Linear:
+def _in_proj(config: GatedDeltaNetConfig, weights: Weights, hidden: int) -> Product:
     """The product that gives q, k, v, z, b and a side by side, however they are stored."""
     heads, values = config.value_heads, config.values
     if "in_proj_qkvz.weight" in weights:

@@ -9,11 +9,12 @@ with the heads' own keys and values would be fewer; the absorbed form serves bot
 import torch
 from torch import Tensor
 
-from engine.layers.linear import Linear, load_linear
+from engine.layers.linear import load_linear
 from engine.layers.mixer import CacheKey, ForwardPass
 from engine.layers.norm import RMSNorm
 from engine.model_configs.attention import LatentAttentionConfig
 from engine.model_configs.model_config import ModelConfig
+from engine.ops.backend import Product
 from engine.weights.weights import Weights
 
 
@@ -32,7 +33,7 @@ class LatentAttention:
         queries = heads * config.qk_head_dim
         name, first = ("q_proj", queries)
         self.q_norm: RMSNorm | None = None
-        self.q_b: Linear | None = None
+        self.q_b: Product | None = None
         if config.q_lora_rank is not None:
             name, first = ("q_a_proj", config.q_lora_rank)
             self.q_norm = _norm(weights, "q_a_layernorm", first, config.norm_eps)

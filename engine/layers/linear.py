@@ -6,50 +6,8 @@ Folding costs nothing at run time; it rounds the weights once more where they ar
 import torch
 from torch import Tensor
 
+from engine.ops.backend import Product
 from engine.weights.weights import Weights
-
-# From this many rows on, oneDNN's packed product beats MKL's; below, its set-up does not pay.
-PACKED_ROWS = 2
-# The row count that oneDNN is told to pack for; 32 to 512 give equal speed.
-PACK_HINT = 64
-
-
-class Linear:
-    """y = x W^T + b, with W [out, in] and b [out] or None.
-
-    On CPU in float32 the matrix is kept twice: packed by oneDNN for batches (1.2 to 1.8 times MKL's
-    speed on AMD, same precision) and, for single rows, with its longer side contiguous, which
-    streams 2.5 times faster.
-    """
-
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        outputs, inputs = weight.shape
-        self.bias = bias
-        self._packed: Tensor | None = None
-        is_suited = weight.device.type == "cpu" and weight.dtype == torch.float32
-        if is_suited and torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
-            self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, PACK_HINT)
-            # Looked up once: finding the overload anew costs a microsecond per product.
-            self._product = torch.ops.mkldnn._linear_pointwise.default
-            self._product_and_sum = torch.ops.mkldnn._linear_pointwise.binary
-        long_rows = outputs > inputs and self._packed is not None
-        self._matrix = weight.t().contiguous() if long_rows else weight.t()
-
-    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """x [T, in] -> x W^T + b [T, out], added to `residual` [T, out] in the same call."""
-        y: Tensor
-        if self._packed is not None and x.shape[0] >= PACKED_ROWS:
-            if residual is None:
-                y = self._product(x, self._packed, self.bias, "none", [], "")
-            else:
-                y = self._product_and_sum(x, residual, self._packed, self.bias, "add")
-            return y
-        if residual is not None:
-            y = torch.addmm(residual, x, self._matrix)
-            return y if self.bias is None else y.add_(self.bias)
-        if self.bias is not None:
-            return torch.addmm(self.bias, x, self._matrix)
-        return torch.mm(x, self._matrix)
 
 
 def load_linear(
@@ -61,7 +19,7 @@ def load_linear(
     input_scale: float = 1.0,
     output_scale: float | Tensor = 1.0,
     order: Tensor | None = None,
-) -> Linear:
+) -> Product:
     """y = output_scale * (W (input_scale * x) + b), for stored matrices side by side.
 
     `sizes`: outputs by name; tensors are `<name>.{weight,bias}`. `output_scale` is one number or
@@ -81,7 +39,7 @@ def load_linear(
     if order is not None:
         order = order.to(weights.device)
         matrix, biases = matrix[order], None if biases is None else biases[order]
-    return Linear(matrix, biases)
+    return weights.ops.linear(matrix, biases)
 
 
 def scaled(stored: Tensor, scale: float | Tensor) -> Tensor:

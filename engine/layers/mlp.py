@@ -7,10 +7,11 @@ from types import MappingProxyType
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.layers.linear import Linear, load_linear, per_output
+from engine.layers.linear import load_linear, per_output
 from engine.layers.mixer import ForwardPass
 from engine.model_configs.feed_forward import Activation, MLPConfig
 from engine.model_configs.model_config import ModelConfig
+from engine.ops.backend import Product
 from engine.weights.weights import Weights
 
 
@@ -56,7 +57,7 @@ class MLP:
             bias=config.bias,
             output_scale=config.output_scale,
         )
-        self.token_gate: Linear | None = None
+        self.token_gate: Product | None = None
         if config.token_gate:
             self.token_gate = load_linear(weights, {"token_gate": 1}, inputs=hidden)
 

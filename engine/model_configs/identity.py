@@ -58,8 +58,8 @@ class ModelIdentity:
         return hashlib.sha256(msgspec.json.encode(named)).hexdigest()[:32]
 
 
-def identity_of(config: ModelConfig, weights: str) -> ModelIdentity:
-    """The identity of a model; `weights` is the digest of its tensors."""
+def identity_of(config: ModelConfig, weights: str, *, kernels: str) -> ModelIdentity:
+    """The identity of a model; `weights` is the digest of its tensors, `kernels` what computes."""
     named: dict[PartConfig, str] = {}
     for part in (part for own in config.layers for block in own for _, part in block.parts):
         if part not in named:
@@ -70,7 +70,8 @@ def identity_of(config: ModelConfig, weights: str) -> ModelIdentity:
     found = dict(_flat(config, ""))
     for part, name in named.items():
         found.update(_flat(part, f"{name}."))
-    return ModelIdentity(MappingProxyType({**found, LAYERS: " ".join(layers), "weights": weights}))
+    found |= {LAYERS: " ".join(layers), "weights": weights, "kernels": kernels}
+    return ModelIdentity(MappingProxyType(found))
 
 
 def _block(block: Block, named: Mapping[PartConfig, str]) -> str:

@@ -20,7 +20,6 @@ from engine.layers.gated_delta_net import GatedDeltaNet
 from engine.layers.kimi_delta_attention import KimiDeltaAttention
 from engine.layers.latent_attention import LatentAttention
 from engine.layers.lightning_attention import LightningAttention
-from engine.layers.linear import Linear
 from engine.layers.mamba1 import Mamba1
 from engine.layers.mamba2 import Mamba2
 from engine.layers.mixer import ForwardPass, MakeFeedForward, MakeMixer, Part, ResidualBlock
@@ -40,6 +39,7 @@ from engine.model_configs.recurrent import (
     ShortConvConfig,
 )
 from engine.model_configs.rope import RopeConfig
+from engine.ops.backend import Product
 from engine.weights.weights import Weights
 
 MIXERS: Mapping[type, MakeMixer[Any]] = MappingProxyType(
@@ -68,7 +68,7 @@ class HybridModel:
     dtype: torch.dtype
     blocks: Sequence[ResidualBlock]
     norm: RMSNorm
-    head: Linear
+    head: Product
     rotary: Mapping[RopeConfig, Rotary]
 
     def forward(self, batch: ForwardBatch, caches: LayerCaches) -> Tensor:

@@ -4,23 +4,41 @@ Another backend is another column: a function that returns `Ops`. The truth that
 tested against is `naive.py` beside each operator.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
-from types import MappingProxyType
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from engine.compute_config import KernelChoice
 from engine.forward import AttentionCache, AttentionIndex, StateIndex
+from engine.native.kernels import Kernels, load_kernels
 from engine.ops.causal_conv1d.fast import causal_conv1d
 from engine.ops.experts.fast import experts
 from engine.ops.gated_delta_rule.fast import gated_delta_rule
+from engine.ops.linear import native as native_linear
+from engine.ops.linear.fast import TorchLinear
 from engine.ops.paged_attention.fast import paged_attention
 from engine.ops.scratch import Scratch
 from engine.ops.selective_scan.fast import selective_scan
 from engine.ops.ssd.fast import ssd
+
+
+class Product(Protocol):
+    """y = x W^T + b: x [T, in] -> [T, out], added to `residual` [T, out] in the same call.
+
+    All have the dtype of the matrix; sums are float32.
+    """
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor: ...
+
+
+class MakeProduct(Protocol):
+    """Of weight [out, in] and bias [out] or None; it may keep the matrix in another order."""
+
+    def __call__(self, weight: Tensor, bias: Tensor | None = None) -> Product: ...
 
 
 class PagedAttention(Protocol):
@@ -141,12 +159,14 @@ class MixtureOfExperts(Protocol):
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Ops:
-    """One column of the table.
+    """One column of the table; `kernels` is its name in a model's identity.
 
     A `pool` [units, ...] holds one kind of state of a layer, by unit; the batch's states in it move
     on in place.
     """
 
+    kernels: str
+    linear: MakeProduct
     paged_attention: PagedAttention
     causal_conv1d: CausalConv1d
     gated_delta_rule: GatedDeltaRule
@@ -156,9 +176,11 @@ class Ops:
 
 
 def torch_ops() -> Ops:
-    """Torch's own operators: right on any device, fast on CPUs. All layers share temporaries."""
+    """Torch's own operators: right on any device. All layers share temporaries."""
     scratch = Scratch()
     return Ops(
+        kernels="torch",
+        linear=TorchLinear,
         paged_attention=partial(paged_attention, scratch=scratch),
         causal_conv1d=causal_conv1d,
         gated_delta_rule=partial(gated_delta_rule, scratch=scratch),
@@ -168,9 +190,23 @@ def torch_ops() -> Ops:
     )
 
 
-BACKENDS: Mapping[str, Callable[[], Ops]] = MappingProxyType({"cpu": torch_ops, "cuda": torch_ops})
+def native_ops(kernels: Kernels) -> Ops:
+    """Those of torch, but for what the native kernels do faster on a CPU."""
+
+    def linear(weight: Tensor, bias: Tensor | None = None) -> Product:
+        if not native_linear.is_suited(weight):
+            return TorchLinear(weight, bias)
+        return native_linear.NativeLinear(kernels, weight, bias)
+
+    return replace(torch_ops(), kernels="native", linear=linear)
 
 
-def ops_for(device: torch.device) -> Ops:
-    """The operators of a model on `device`; one table for all of its layers."""
-    return BACKENDS[device.type]()
+def ops_for(device: torch.device, dtype: torch.dtype, *, kernels: KernelChoice) -> Ops:
+    """The operators of a model of `dtype` on `device`; one table for all of its layers.
+
+    `auto` takes the native kernels where they run: on some CPUs.
+    """
+    found = None
+    if kernels == "auto" and device.type == "cpu":
+        found = load_kernels(dtype)
+    return torch_ops() if found is None else native_ops(found)

@@ -16,7 +16,7 @@ from torch import Tensor
 from engine.errors import CheckpointError
 from engine.model_configs.model_config import Renames, renamed
 from engine.model_configs.quantization import Float8Config
-from engine.ops.backend import ops_for
+from engine.ops.backend import Ops
 from engine.weights.files import StoredTensor, WeightFiles
 from engine.weights.float8 import Scales
 from engine.weights.skipped import Skipped
@@ -54,12 +54,13 @@ class Weights:
         dtype: torch.dtype,
         device: torch.device,
         *,
+        ops: Ops,
         renames: Renames,
         quantization: Float8Config | None = None,
     ) -> None:
         self.dtype = dtype
         self.device = device
-        self.ops = ops_for(device)
+        self.ops = ops
         self._prefix = ""
         self._files = files
         self._stored = _by_stored_name(files)

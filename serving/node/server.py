@@ -202,7 +202,10 @@ class NodeServer:
         """Begins at once, in a thread, which `close` ends at its next read."""
         device = torch.empty(0, device=self.config.device).device
         stop = threading.Event()
-        load = partial(load_and_identify, model.path, model.config, device, stop=stop)
+        compute = self.config.compute
+        load = partial(
+            load_and_identify, model.path, model.config, device, compute=compute, stop=stop
+        )
         loading = asyncio.get_running_loop().run_in_executor(None, load)
 
         async def end() -> None:

@@ -24,6 +24,7 @@ from engine.model_configs.recurrent import (
     Mamba2Config,
     ShortConvConfig,
 )
+from engine.ops.backend import torch_ops
 from engine.weights.files import WeightFiles
 from engine.weights.weights import Weights
 
@@ -142,7 +143,9 @@ def layer(request: pytest.FixtureRequest, tmp_path: Path) -> Layer:
     save_file(stored, tmp_path / "model.safetensors")
     build: Callable[[Weights], Layer] = request.param
     with WeightFiles(tmp_path) as files:
-        return build(Weights(files, torch.float32, torch.device("cpu"), renames=()))
+        return build(
+            Weights(files, torch.float32, torch.device("cpu"), ops=torch_ops(), renames=())
+        )
 
 
 def random_cache(layer: Layer) -> StateCache:

@@ -18,7 +18,7 @@ from engine.model_configs.model_config import MixerConfig, ModelConfig, NamedPar
 from engine.model_configs.recurrent import Mamba2Config
 from engine.model_configs.rope import RopeConfig
 from engine.models.hybrid import HybridModel, build
-from engine.ops.backend import ops_for
+from engine.ops.backend import torch_ops
 from engine.weights.weights import Weights
 
 VOCABULARY, HIDDEN = 512, 48
@@ -77,7 +77,7 @@ class DrawnWeights(Weights):
 
     def __init__(self) -> None:
         self.dtype, self.device = torch.float32, torch.device("cpu")
-        self.ops = ops_for(self.device)
+        self.ops = torch_ops()
         self._prefix = ""
 
     def take(

@@ -147,7 +147,7 @@ EVERYTHING = ModelConfig(
 
 def parsed(architecture: str, dtype: str | None = None, /, **changes: Any) -> ModelIdentity:
     fields = {**FILES[architecture], "architectures": [architecture], **changes}
-    return identity_of(config_of(ConfigReader(fields, "config.json"), dtype), "w")
+    return identity_of(config_of(ConfigReader(fields, "config.json"), dtype), "w", kernels="torch")
 
 
 # --- every field of every class ------------------------------------------------------------------
@@ -204,10 +204,10 @@ def another(value: Any, hint: Any) -> Any:
 
 def test_every_field_of_a_config_counts_unless_it_is_listed() -> None:
     """A new field counts by itself; whoever adds one that does not says why in `NOT_COUNTED`."""
-    before, seen = identity_of(EVERYTHING, "w"), set()
+    before, seen = identity_of(EVERYTHING, "w", kernels="torch"), set()
     for name, config in every_field(EVERYTHING):
         seen.add(name)
-        after = identity_of(config, "w")
+        after = identity_of(config, "w", kernels="torch")
         assert (after.digest == before.digest) == (name in NOT_COUNTED), name
     kinds = (ModelConfig, MLPConfig, ExpertsConfig, RouterConfig, AttentionConfig, RopeConfig)
     states = (
@@ -253,13 +253,13 @@ def test_order_and_number_of_layers_count() -> None:
         (*layers, (block(MLP, ATTENTION, norm=None, post_norm="norm"),)),
     )
     found = {
-        identity_of(dataclasses.replace(EVERYTHING, layers=other), "w").digest
+        identity_of(dataclasses.replace(EVERYTHING, layers=other), "w", kernels="torch").digest
         for other in (layers, *others)
     }
     assert len(found) == 1 + len(others)
     rope = dataclasses.replace(ATTENTION, rope=None)
     two = ((block(ATTENTION), block(MLP)), (block(rope, MLP, post_norm="n"),))
-    one = identity_of(dataclasses.replace(EVERYTHING, layers=two), "w")
+    one = identity_of(dataclasses.replace(EVERYTHING, layers=two), "w", kernels="torch")
     assert one.fields["layers"] == "attention/mlp attention_2+mlp:norm"
     assert (one.fields["attention.rope.theta"], one.fields["attention_2.rope"]) == (
         "10000.0",
@@ -267,14 +267,16 @@ def test_order_and_number_of_layers_count() -> None:
     )
 
 
-def test_weights_count() -> None:
-    assert identity_of(EVERYTHING, "w").digest != identity_of(EVERYTHING, "v").digest
+def test_weights_and_kernels_count() -> None:
+    mine = identity_of(EVERYTHING, "w", kernels="torch").digest
+    assert identity_of(EVERYTHING, "v", kernels="torch").digest != mine
+    assert identity_of(EVERYTHING, "w", kernels="native").digest != mine
 
 
 def test_a_field_whose_text_may_differ_between_processes_is_refused() -> None:
     strange = dataclasses.replace(EVERYTHING, dtype={"a", "b"})  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="teach it"):
-        identity_of(strange, "w")
+        identity_of(strange, "w", kernels="torch")
 
 
 # --- config.json ---------------------------------------------------------------------------------
@@ -329,7 +331,7 @@ def test_a_device_is_no_part_of_a_model_but_the_type_that_it_computes_in_is() ->
     def on(device: str, dtype: str) -> ModelIdentity:
         fields = {**QWEN3_5, "architectures": ["Qwen3_5ForCausalLM"], "torch_dtype": dtype}
         config = config_of(ConfigReader(fields, "config.json"), "auto", device=device)
-        return identity_of(config, "w")
+        return identity_of(config, "w", kernels="torch")
 
     assert on("cpu", "bfloat16") == on("cuda", "bfloat16")
     both = on("cpu", "float16").fields["dtype"], on("cuda", "float16").fields["dtype"]

@@ -18,6 +18,7 @@ from engine.model_configs.attention import AttentionConfig
 from engine.model_configs.recurrent import Mamba2Config
 from engine.models.hybrid import HybridModel
 from engine.models.loader import load_model
+from engine.ops.backend import torch_ops
 from engine.weights.digest import WeightsDigest
 from engine.weights.files import WeightFiles
 from engine.weights.weights import Weights
@@ -289,7 +290,7 @@ def test_tensors_are_joined_whatever_rows_each_has(tmp_path: Path) -> None:
     q, k = (part.clone() for part in whole.split_with_sizes([3, 5]))
     save_file({"q": q, "k": k}, tmp_path / "model.safetensors")
     with WeightFiles(tmp_path) as files:
-        weights = Weights(files, torch.float32, CPU, renames=())
+        weights = Weights(files, torch.float32, CPU, ops=torch_ops(), renames=())
         assert torch.equal(weights.take_joined(["q", "k"], (8, 1, 4)), whole)
         for shape in ((9, 1, 4), (8, 1, 3)):
             with pytest.raises(CheckpointError, match=r"'q' has shape \(3, 1, 4\).* 8 rows"):

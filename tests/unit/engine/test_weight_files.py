@@ -16,6 +16,7 @@ from structlog.testing import capture_logs
 from torch import Tensor
 
 from engine.errors import CheckpointError
+from engine.ops.backend import torch_ops
 from engine.weights import load_progress
 from engine.weights.digest import WeightsDigest
 from engine.weights.files import BLOCK_BYTES, WeightFiles
@@ -37,7 +38,7 @@ def stored(request: pytest.FixtureRequest, tmp_path: Path) -> Tensor:
 
 
 def take(files: WeightFiles, dtype: torch.dtype) -> Tensor:
-    return Weights(files, dtype, CPU, renames=()).take("large", (ROWS, COLUMNS))
+    return Weights(files, dtype, CPU, ops=torch_ops(), renames=()).take("large", (ROWS, COLUMNS))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -47,7 +48,7 @@ def test_blocks_of_several_threads_make_the_tensor(
     with WeightFiles(tmp_path) as files:
         assert torch.equal(take(files, dtype), stored.to(dtype))
         both = torch.zeros(2 * ROWS, COLUMNS, dtype=dtype)
-        weights = Weights(files, dtype, CPU, renames=())
+        weights = Weights(files, dtype, CPU, ops=torch_ops(), renames=())
         weights.take("large", (ROWS, COLUMNS), out=both[ROWS:])
         assert torch.equal(both[ROWS:], stored.to(dtype)) and not both[:ROWS].any()
         assert weights.take("none", (0, 3)).shape == (0, 3)
@@ -81,7 +82,7 @@ def test_memory_besides_the_tensor_is_a_block_per_thread(
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     before = resident("VmRSS")
     with WeightFiles(tmp_path) as files:
-        tensor = Weights(files, dtype, CPU, renames=()).take("large", shape)
+        tensor = Weights(files, dtype, CPU, ops=torch_ops(), renames=()).take("large", shape)
         assert resident("VmHWM") - before < 1.15 * tensor.nbytes
 
 

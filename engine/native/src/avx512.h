@@ -1,0 +1,70 @@
+// Sixteen numbers at a time with AVX-512, and its products of pairs of bfloat16 and of four int8.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+
+namespace {
+
+struct Floats {
+  __m512 of;
+};
+
+struct Words {  // Sixteen words of four bytes: a float, two bfloat16 or four int8 each.
+  __m512i of;
+};
+
+inline Floats splat(float x) { return {_mm512_set1_ps(x)}; }
+inline Floats operator+(Floats a, Floats b) { return {_mm512_add_ps(a.of, b.of)}; }
+inline Floats operator-(Floats a, Floats b) { return {_mm512_sub_ps(a.of, b.of)}; }
+inline Floats operator*(Floats a, Floats b) { return {_mm512_mul_ps(a.of, b.of)}; }
+inline Floats operator/(Floats a, Floats b) { return {_mm512_div_ps(a.of, b.of)}; }
+inline Floats fma(Floats a, Floats b, Floats c) { return {_mm512_fmadd_ps(a.of, b.of, c.of)}; }
+inline Floats max(Floats a, Floats b) { return {_mm512_max_ps(a.of, b.of)}; }
+inline Floats min(Floats a, Floats b) { return {_mm512_min_ps(a.of, b.of)}; }
+inline float sum(Floats x) { return _mm512_reduce_add_ps(x.of); }
+inline float highest(Floats x) { return _mm512_reduce_max_ps(x.of); }
+inline Floats rounded(Floats x) { return {_mm512_roundscale_ps(x.of, 8)}; }
+inline Floats magnitude(Floats x) { return {_mm512_abs_ps(x.of)}; }
+// x * 2^n for whole n.
+inline Floats scaled(Floats x, Floats n) { return {_mm512_scalef_ps(x.of, n.of)}; }
+
+// The first `n` of sixteen.
+inline __mmask16 first(int64_t n) { return n >= 16 ? 0xffff : (1u << n) - 1; }
+
+inline Floats load(const float* p) { return {_mm512_loadu_ps(p)}; }
+inline Floats load(const Bfloat16* p) {
+  __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p));
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(wide, 16))};
+}
+inline Floats load(const float* p, int64_t n) { return {_mm512_maskz_loadu_ps(first(n), p)}; }
+inline Floats load(const Bfloat16* p, int64_t n) {
+  __m512i wide = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(first(n), p));
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(wide, 16))};
+}
+inline void store(float* p, Floats x) { _mm512_storeu_ps(p, x.of); }
+inline void store(Bfloat16* p, Floats x) {
+  _mm256_storeu_si256((__m256i*)p, (__m256i)_mm512_cvtneps_pbh(x.of));
+}
+inline void store(float* p, Floats x, int64_t n) { _mm512_mask_storeu_ps(p, first(n), x.of); }
+inline void store(Bfloat16* p, Floats x, int64_t n) {
+  _mm256_mask_storeu_epi16(p, first(n), (__m256i)_mm512_cvtneps_pbh(x.of));
+}
+
+inline Words load_words(const uint32_t* p) { return {_mm512_load_si512(p)}; }
+inline Words splat_word(uint32_t x) { return {_mm512_set1_epi32(x)}; }
+
+inline Floats dot(Kind<float>, Floats sum, Words w, Words x) {
+  return {_mm512_fmadd_ps(_mm512_castsi512_ps(w.of), _mm512_castsi512_ps(x.of), sum.of)};
+}
+inline Floats dot(Kind<Bfloat16>, Floats sum, Words w, Words x) {
+  return {_mm512_dpbf16_ps(sum.of, (__m512bh)w.of, (__m512bh)x.of)};
+}
+// Four products of unsigned and signed bytes, added to a 32-bit integer.
+inline Words dot_bytes(Words sum, Words unsigned_w, Words signed_x) {
+  return {_mm512_dpbusd_epi32(sum.of, unsigned_w.of, signed_x.of)};
+}
+inline Floats to_floats(Words x) { return {_mm512_cvtepi32_ps(x.of)}; }
+
+}  // namespace

@@ -1,0 +1,14 @@
+// The one unit that is compiled: every kernel, and whether this processor can run them.
+#include "common.h"
+
+// Outside of the pragma: it must run on any processor.
+extern "C" __attribute__((visibility("default"))) int tandem_runs_here() {
+  return __builtin_cpu_supports("x86-64-v4") && __builtin_cpu_supports("avx512bf16") &&
+         __builtin_cpu_supports("avx512vnni");
+}
+
+#include <immintrin.h>
+#pragma GCC target("arch=x86-64-v4,avx512bf16,avx512vnni")
+#include "avx512.h"
+#include "functions.h"
+#include "linear.h"
