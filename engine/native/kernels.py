@@ -7,12 +7,15 @@ processor lacks what they are compiled for, torch's operators do the same work m
 
 import ctypes
 import importlib.util
+from collections.abc import Callable
 from functools import cache
 from struct import Struct
 
 import structlog
 import torch
 from torch import Tensor
+
+from engine.native.recording import Recording, TorchWork, Workspace
 
 log = structlog.get_logger()
 
@@ -22,31 +25,61 @@ DTYPES = (torch.float32, torch.bfloat16)
 """Of models that have native kernels."""
 
 
+Calls = list[tuple[int, bytes]]
+"""Kernels that ran: their addresses and what they were called with."""
+
+
 class Kernel:
     """One kernel of the library. `fields`: its struct, as in `struct`: q an integer, d a float."""
 
-    def __init__(self, library: ctypes.CDLL, name: str, fields: str) -> None:
-        self._run = getattr(library, f"tandem_{name}")
+    def __init__(self, owner: "Kernels", name: str, fields: str) -> None:
+        self._owner = owner
+        self._run = getattr(owner.library, f"tandem_{name}")
         self._run.restype = None
+        self._address = ctypes.cast(self._run, ctypes.c_void_p).value or 0
         self._pack = Struct(fields).pack
 
     def __call__(self, *fields: float) -> None:
-        self._run(self._pack(*fields))
+        packed = self._pack(*fields)
+        self._run(packed)
+        if self._owner.calls is not None:
+            self._owner.calls.append((self._address, packed))
 
 
 class Kernels:
     """All kernels for one dtype of models, float32 or bfloat16, on `threads` threads."""
 
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype, threads: int) -> None:
+        self.library = library
         self.dtype = dtype
         self.threads = threads
+        self.calls: Calls | None = None
+        self._workspace = Workspace()
+        self._replay = library.tandem_replay
         name = str(dtype).removeprefix("torch.")
-        self.pack = Kernel(library, "pack", "4q")
-        self.linear = Kernel(library, f"linear_{name}", "9q")
+        self.pack = Kernel(self, "pack", "4q")
+        self.linear = Kernel(self, f"linear_{name}", "9q")
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Memory for a result, contiguous."""
+        if self.calls is not None:
+            return self._workspace.take(shape, dtype)
         return torch.empty(shape, dtype=dtype)
+
+    def record(self, run: Callable[[], Tensor]) -> tuple[Recording | None, Tensor]:
+        """Runs a pass and records it; returns its result, which each replay writes anew.
+
+        No recording if torch computed any of it: a replay would leave that out.
+        """
+        self._workspace.reset()
+        self.calls, seen = [], TorchWork()
+        try:
+            with seen:
+                result = run()
+            recording = None if seen.names else Recording(self.calls, self._replay)
+        finally:
+            self.calls = None
+        return recording, result
 
 
 def load_kernels(dtype: torch.dtype) -> Kernels | None:

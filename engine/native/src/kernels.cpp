@@ -12,3 +12,4 @@ extern "C" __attribute__((visibility("default"))) int tandem_runs_here() {
 #include "avx512.h"
 #include "functions.h"
 #include "linear.h"
+#include "replay.h"
