@@ -9,7 +9,6 @@ from functools import partial
 
 import msgspec
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.gpu.sheet import Setting, Sheet
@@ -21,11 +20,11 @@ from engine.forward import (
     StateExport,
     StateIndex,
 )
-from engine.layers.mlp import gated as gated_mlp
-from engine.layers.norm import RMSNorm
-from engine.layers.rotary import Rotary, rotate_
+from engine.layers.rotary import Rotary
+from engine.model_configs.feed_forward import Activation
 from engine.model_configs.rope import RopeConfig
-from engine.ops.backend import Ops, ops_for
+from engine.ops.activation import naive as activations
+from engine.ops.backend import Ops, ops_for, torch_ops
 from engine.ops.causal_conv1d import naive as conv
 from engine.ops.experts import naive as experts
 from engine.ops.gated_delta_rule import naive as gated
@@ -68,7 +67,7 @@ def run(sheet: Sheet, setting: Setting) -> None:
         with sheet.attempt(f"experts, {name}"):
             _experts(sheet, ops, device, dtype=dtype)
         with sheet.attempt(f"norm and rotary, {name}"):
-            _small(sheet, device, dtype=dtype)
+            _small(sheet, ops, device, dtype=dtype)
     with sheet.attempt("sampling"):
         _sampling(sheet, device)
 
@@ -226,19 +225,20 @@ def _experts(sheet: Sheet, ops: Ops, device: torch.device, *, dtype: torch.dtype
     shares = torch.rand(tokens, top_k)
     up = (torch.randn(count, width, 2 * inner) * width**-0.5).to(dtype)
     down = (torch.randn(count, inner, width) * inner**-0.5).to(dtype)
-    activation = partial(gated_mlp, F.silu)
+    activation = ops.activation(Activation.SILU, gated=True)
     rows = (part.to(device) for part in (x, chosen, shares, up, down))
     found = ops.experts(*rows, activation=activation)
     wide = (x.float(), chosen, shares, up.float(), down.float())
-    truth = experts.experts(*wide, activation=activation)
+    silu = partial(activations.activation, kind=Activation.SILU, gated=True)
+    truth = experts.experts(*wide, activation=silu)
     name = str(dtype).removeprefix("torch.")
     sheet.near(f"experts, {name}", found, truth, limit=LIMITS[dtype])
 
 
-def _small(sheet: Sheet, device: torch.device, *, dtype: torch.dtype) -> None:
+def _small(sheet: Sheet, ops: Ops, device: torch.device, *, dtype: torch.dtype) -> None:
     name = str(dtype).removeprefix("torch.")
     x, weight = torch.randn(64, 2560).to(dtype), torch.rand(2560)
-    found = RMSNorm(weight.to(device), 1e-6, dtype)(x.to(device))
+    found = ops.norm(weight.to(device), 1e-6, dtype)(x.to(device))
     truth = x.double() * (x.double().square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight
     sheet.near(f"norm, {name}", found, truth, limit=LIMITS[dtype])
     matrix = torch.randn(1024, 2560).to(dtype)
@@ -247,11 +247,12 @@ def _small(sheet: Sheet, device: torch.device, *, dtype: torch.dtype) -> None:
     rope = RopeConfig(theta=1e6, rotary_dim=64)
     lens = SequenceLens(2, [1, 1], [5000, 17])
     turned = []
-    for place, kind in ((device, dtype), (torch.device("cpu"), torch.float32)):
+    here = torch.device("cpu"), torch.float32, torch_ops()
+    for place, kind, own in ((device, dtype, ops), here):
         positions = torch.tensor([5000, 17], device=place)
         batch = ForwardBatch(positions, positions, lens, (), positions)
         heads = x[:2, :1024].view(2, 4, 256).to(place, kind, copy=True)
-        rotate_(heads, Rotary(rope, kind, place).select(batch))
+        own.rotate_(heads, Rotary(rope, kind, place, ops=own).select(batch))
         turned.append(heads)
     sheet.near(f"rotary, {name}, position 5,000", turned[0], turned[1], limit=5 * LIMITS[dtype])
 

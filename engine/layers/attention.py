@@ -7,8 +7,6 @@ from torch import Tensor
 
 from engine.layers.linear import load_linear
 from engine.layers.mixer import CacheKey, ForwardPass
-from engine.layers.norm import RMSNorm
-from engine.layers.rotary import rotate_
 from engine.model_configs.attention import AttentionConfig, QKNorm
 from engine.model_configs.model_config import ModelConfig
 from engine.weights.weights import Weights
@@ -40,7 +38,7 @@ class Attention:
             output_scale=config.output_scale,
         )
         self.norm = _qk_norm(config, weights, model)
-        self.attend = weights.ops.paged_attention
+        self.ops = weights.ops
         self._splits = [width + kv_width, kv_width, q_width - width]
 
     def __call__(self, x: Tensor, residual: Tensor | None, step: ForwardPass) -> Tensor:
@@ -51,12 +49,13 @@ class Attention:
         if self.norm is not None:
             qk = self.norm(qk)
         if config.rope is not None:
-            rotate_(qk, step.rotary[config.rope])
+            self.ops.rotate_(qk, step.rotary[config.rope])
         q, k = qk.split_with_sizes([config.num_heads, config.num_kv_heads], dim=1)
         v = v.view(rows, config.num_kv_heads, config.head_dim)
         cache, index = step.attention(self.key)
-        out = self.attend(q, k, v, cache, index, scale=config.scale, window=config.window)
-        return self.out_proj(out * gate.sigmoid() if config.gated else out, residual)
+        attend = self.ops.paged_attention
+        out = attend(q, k, v, cache, index, scale=config.scale, window=config.window)
+        return self.out_proj(self.ops.gate(out, gate) if config.gated else out, residual)
 
 
 def _gate_last(config: AttentionConfig) -> Tensor:
@@ -80,10 +79,10 @@ def _qk_norm(
         + model.norm_offset
         for name, own in zip(("q", "k"), heads, strict=True)
     )
-    eps, dtype = model.rms_norm_eps, weights.dtype
+    make, eps, dtype = weights.ops.norm, model.rms_norm_eps, weights.dtype
     if by_head:
-        return RMSNorm(torch.cat([q.expand(heads[0], -1), k.expand(heads[1], -1)]), eps, dtype)
-    norms = RMSNorm(q, eps, dtype), RMSNorm(k, eps, dtype)
+        return make(torch.cat([q.expand(heads[0], -1), k.expand(heads[1], -1)]), eps, dtype)
+    norms = make(q, eps, dtype), make(k, eps, dtype)
 
     def all_heads(qk: Tensor) -> Tensor:
         parts = zip(norms, qk.split_with_sizes(heads, dim=1), strict=True)

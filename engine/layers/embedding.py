@@ -2,10 +2,9 @@
 
 import structlog
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from engine.ops.backend import Product
+from engine.ops.backend import Ops, Product
 from engine.weights.weights import Weights
 
 HEAD = "lm_head.weight"
@@ -16,17 +15,18 @@ log = structlog.get_logger()
 class Embedding:
     """weight [vocab, hidden]; also the output head of a model with tied embeddings.
 
-    `scale` multiplies the rows looked up, not the head.
+    `scale` multiplies the rows looked up, not the head; they come in `dtype`.
     """
 
-    def __init__(self, weight: Tensor, scale: float = 1.0) -> None:
+    def __init__(self, weight: Tensor, scale: float, dtype: torch.dtype, *, ops: Ops) -> None:
         self.weight = weight
         self.scale = scale
+        self.dtype = dtype
+        self._lookup = ops.lookup
 
     def __call__(self, token_ids: Tensor) -> Tensor:
         """int64 [T] -> [T, hidden]."""
-        rows = F.embedding(token_ids, self.weight)
-        return rows if self.scale == 1.0 else rows.mul_(self.scale)
+        return self._lookup(self.weight, token_ids, self.dtype, scale=self.scale)
 
 
 def output_head(weights: Weights, embedding: Embedding, *, tied: bool) -> Product:

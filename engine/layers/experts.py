@@ -1,13 +1,10 @@
 """A sparse mixture of experts: every token goes through the few MLPs that a router picks."""
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
 from engine.layers.linear import load_linear
 from engine.layers.mixer import ForwardPass
-from engine.layers.mlp import ACTIVATIONS, gated
 from engine.model_configs.feed_forward import ExpertsConfig, RouterConfig, Scoring
 from engine.model_configs.model_config import ModelConfig
 from engine.weights.weights import Weights
@@ -69,8 +66,7 @@ class Experts:
         hidden, latent = model.hidden_size, config.latent_size
         self.router = load_router(config.router, weights.below("gate"), hidden)
         self.run = weights.ops.experts
-        activation = ACTIVATIONS[config.activation]
-        self.activation = partial(gated, activation) if config.gated else activation
+        self.activation = weights.ops.activation(config.activation, gated=config.gated)
         self.into = self.back = None
         if latent is not None:
             self.into = load_linear(weights, {"fc1_latent_proj": latent}, inputs=hidden)

@@ -9,9 +9,8 @@ from torch import Tensor
 
 from engine.layers.linear import load_linear
 from engine.layers.mixer import CacheKey, ForwardPass
-from engine.layers.norm import RMSNorm
 from engine.model_configs.model_config import ModelConfig
-from engine.model_configs.recurrent import GatedDeltaNetConfig
+from engine.model_configs.recurrent import GatedDeltaNetConfig, Gating
 from engine.ops.backend import Product
 from engine.weights.weights import Weights
 
@@ -41,7 +40,9 @@ class GatedDeltaNet:
         self.rate = -weights.take("A_log", (heads,), torch.float32).exp()
         self.dt_bias = weights.take("dt_bias", (heads,), torch.float32)
         eps = model.rms_norm_eps if config.norm_eps is None else config.norm_eps
-        self.norm = RMSNorm(weights.take("norm.weight", (config.value_dim,)), eps, torch.float32)
+        weight = weights.take("norm.weight", (config.value_dim,))
+        # The gate comes after the norm: the other way round than in Mamba2.
+        self.gated_norm = self.ops.gated_norm(weight, eps, gating=Gating.NORM_THEN_GATE)
         self._splits = [config.conv_dim, config.values, heads, heads]
         self._qkv = [config.keys, config.keys, config.values]
 
@@ -64,9 +65,7 @@ class GatedDeltaNet:
             temporal,
             index,
         )
-        # The gate comes after the norm: the other way round than in Mamba2.
-        gated = self.norm(o).mul_(F.silu(gate.view(o.shape).float())).to(x.dtype)
-        return self.out_proj(gated.reshape(x.shape[0], -1), residual)
+        return self.out_proj(self.gated_norm(o, gate), residual)
 
 
 def _in_proj(config: GatedDeltaNetConfig, weights: Weights, hidden: int) -> Product:

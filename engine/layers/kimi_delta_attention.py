@@ -9,9 +9,8 @@ from torch import Tensor
 
 from engine.layers.linear import load_linear
 from engine.layers.mixer import CacheKey, ForwardPass
-from engine.layers.norm import RMSNorm
 from engine.model_configs.model_config import ModelConfig
-from engine.model_configs.recurrent import KimiDeltaAttentionConfig
+from engine.model_configs.recurrent import Gating, KimiDeltaAttentionConfig
 from engine.weights.weights import Weights
 
 
@@ -47,9 +46,8 @@ class KimiDeltaAttention:
         rate = weights.take("A_log", (1, 1, heads, 1), torch.float32)
         self.rate = -rate.exp().view(heads, 1)
         self.dt_bias = weights.take("dt_bias", (inner,), torch.float32)
-        self.norm = RMSNorm(
-            weights.take("o_norm.weight", (head,)), model.rms_norm_eps, torch.float32
-        )
+        weight, eps = weights.take("o_norm.weight", (head,)), model.rms_norm_eps
+        self.gated_norm = self.ops.gated_norm(weight, eps, gating=Gating.NORM_THEN_SIGMOID)
         self._splits = [3 * inner, head, head, heads]
 
     def __call__(self, x: Tensor, residual: Tensor | None, step: ForwardPass) -> Tensor:
@@ -61,8 +59,7 @@ class KimiDeltaAttention:
         q, k, v = (part.view(shape) for part in mixed.chunk(3, dim=-1))
         decay = dt.view(shape).mul_(self.rate)
         o = self.ops.gated_delta_rule(q, k, v, decay, b.float().sigmoid(), temporal, index)
-        gated = self.norm(o).mul_(self.gate(gate).view(shape).float().sigmoid_()).to(x.dtype)
-        return self.out_proj(gated.flatten(1), residual)
+        return self.out_proj(self.gated_norm(o, self.gate(gate)), residual)
 
 
 def _taps(config: KimiDeltaAttentionConfig, weights: Weights) -> Tensor:

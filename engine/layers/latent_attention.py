@@ -11,10 +11,9 @@ from torch import Tensor
 
 from engine.layers.linear import load_linear
 from engine.layers.mixer import CacheKey, ForwardPass
-from engine.layers.norm import RMSNorm
 from engine.model_configs.attention import LatentAttentionConfig
 from engine.model_configs.model_config import ModelConfig
-from engine.ops.backend import Product
+from engine.ops.backend import Norm, Product
 from engine.weights.weights import Weights
 
 
@@ -32,7 +31,7 @@ class LatentAttention:
         hidden, heads, rank = model.hidden_size, config.num_heads, config.kv_lora_rank
         queries = heads * config.qk_head_dim
         name, first = ("q_proj", queries)
-        self.q_norm: RMSNorm | None = None
+        self.q_norm: Norm | None = None
         self.q_b: Product | None = None
         if config.q_lora_rank is not None:
             name, first = ("q_a_proj", config.q_lora_rank)
@@ -68,5 +67,5 @@ class LatentAttention:
         return self.out_proj(out.reshape(rows, -1), residual)
 
 
-def _norm(weights: Weights, name: str, size: int, eps: float) -> RMSNorm:
-    return RMSNorm(weights.take(f"{name}.weight", (size,)), eps, weights.dtype)
+def _norm(weights: Weights, name: str, size: int, eps: float) -> Norm:
+    return weights.ops.norm(weights.take(f"{name}.weight", (size,)), eps, weights.dtype)

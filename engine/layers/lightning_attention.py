@@ -9,9 +9,8 @@ from torch import Tensor
 
 from engine.layers.linear import load_linear
 from engine.layers.mixer import CacheKey, ForwardPass
-from engine.layers.norm import RMSNorm
 from engine.model_configs.model_config import ModelConfig
-from engine.model_configs.recurrent import LightningAttentionConfig
+from engine.model_configs.recurrent import Gating, LightningAttentionConfig
 from engine.weights.weights import Weights
 
 # Of the norm after the heads, whatever the model's other norms have.
@@ -44,7 +43,9 @@ class LightningAttention:
         self.out_proj = load_linear(
             weights, {"out_proj": hidden}, inputs=inner, output_scale=config.output_scale
         )
-        self.norm = RMSNorm(weights.take("norm.weight", (inner,)), NORM_EPS, torch.float32)
+        weight = weights.take("norm.weight", (inner,))
+        gating = Gating.NORM_THEN_SIGMOID
+        self.gated_norm = weights.ops.gated_norm(weight, NORM_EPS, gating=gating)
         slopes = _slopes(config.num_heads, layer=key[1], layers=len(model.layers))
         self.a = -slopes.to(weights.device)
         self._splits = [3 * inner, inner]
@@ -56,8 +57,7 @@ class LightningAttention:
         q, k, v = F.silu(qkv).view(rows, 3, config.num_heads, config.head_dim).unbind(1)
         steps = torch.ones(rows, config.num_heads, device=x.device)
         y = self.ssd(v, steps, self.a, k, q, state, index)
-        gated = self.norm(y.view(rows, -1)).mul_(gate.float().sigmoid())
-        return self.out_proj(gated.to(x.dtype), residual)
+        return self.out_proj(self.gated_norm(y, gate), residual)
 
 
 def _slopes(heads: int, *, layer: int, layers: int) -> Tensor:

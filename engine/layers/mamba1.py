@@ -6,9 +6,8 @@ from torch import Tensor
 
 from engine.layers.linear import load_linear
 from engine.layers.mixer import CacheKey, ForwardPass
-from engine.layers.norm import RMSNorm
 from engine.model_configs.model_config import ModelConfig
-from engine.model_configs.recurrent import Mamba1Config
+from engine.model_configs.recurrent import Gating, Mamba1Config
 from engine.weights.weights import Weights
 
 
@@ -39,9 +38,11 @@ class Mamba1:
         self.a = -a_log.exp().t().contiguous()
         self.d = weights.take("D", (inner,), torch.float32)
         self.dt_bias = weights.take("dt_proj.bias", (inner,), torch.float32)
-        self.dt_norm = RMSNorm(weights.take("dt_layernorm.weight", (rank,)), eps, weights.dtype)
+        dt_weight = weights.take("dt_layernorm.weight", (rank,))
+        self.dt_norm = self.ops.norm(dt_weight, eps, weights.dtype)
         norms = [weights.take(f"{name}_layernorm.weight", (states,)) for name in "bc"]
-        self.bc_norm = RMSNorm(torch.stack(norms), eps, torch.float32)
+        self.bc_norm = self.ops.norm(torch.stack(norms), eps, torch.float32)
+        self.gate = self.ops.gated_norm(None, eps, gating=Gating.GATE_ONLY)
 
     def __call__(self, x: Tensor, residual: Tensor | None, step: ForwardPass) -> Tensor:
         config = self.config
@@ -53,5 +54,4 @@ class Mamba1:
         dt = F.softplus(self.dt_proj(self.dt_norm(dt)) + self.dt_bias)
         b, c = self.bc_norm(bc.view(-1, 2, config.state_size)).unbind(1)
         y = self.ops.selective_scan(u, dt, self.a, b, c, temporal, index)
-        y = y.addcmul_(u, self.d).mul_(F.silu(z.float()))
-        return self.out_proj(y.to(x.dtype), residual)
+        return self.out_proj(self.gate(y.addcmul_(u, self.d), z), residual)

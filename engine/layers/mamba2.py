@@ -8,7 +8,6 @@ from torch import Tensor
 
 from engine.layers.linear import load_linear, per_output
 from engine.layers.mixer import CacheKey, ForwardPass
-from engine.layers.norm import RMSNorm
 from engine.model_configs.model_config import ModelConfig
 from engine.model_configs.recurrent import Gating, Mamba2Config
 from engine.weights.weights import Weights
@@ -50,10 +49,11 @@ class Mamba2:
         self.a = -torch.exp(weights.take("A_log", (heads,), torch.float32))
         self.d = weights.take("D", (heads,), torch.float32).unsqueeze(-1)
         self.dt_bias = weights.take("dt_bias", (heads,), torch.float32)
-        self.norm = None
+        by_group: Tensor | None = None
         if config.gating is not Gating.GATE_ONLY:
             by_group = weights.take("norm.weight", (inner,)).view(config.n_groups, -1)
-            self.norm = RMSNorm(by_group, model.rms_norm_eps, torch.float32)
+        eps = model.rms_norm_eps
+        self.gated_norm = self.ops.gated_norm(by_group, eps, gating=config.gating)
 
     def __call__(self, x: Tensor, residual: Tensor | None, step: ForwardPass) -> Tensor:
         config = self.config
@@ -72,15 +72,4 @@ class Mamba2:
         by_group = (-1, config.n_groups, config.state_size)
         b, c = b.view(by_group), c.view(by_group)
         y = self.ops.ssd(u, dt, self.a, b, c, temporal, index)
-        y = self._gate(y.addcmul_(u, self.d).view(z.shape), z)
-        return self.out_proj(y.to(x.dtype), residual)
-
-    def _gate(self, y: Tensor, z: Tensor) -> Tensor:
-        """y float32 [T, inner] (overwritten), z [T, inner] -> float32 [T, inner]."""
-        gate = F.silu(z.float())
-        if self.norm is None:
-            return y.mul_(gate)
-        by_group = (-1, self.config.n_groups, y.shape[1] // self.config.n_groups)
-        if self.config.gating is Gating.NORM_THEN_GATE:
-            return self.norm(y.view(by_group)).view(z.shape).mul_(gate)
-        return self.norm(y.mul_(gate).view(by_group)).view(z.shape)
+        return self.out_proj(self.gated_norm(y.addcmul_(u, self.d), z), residual)

@@ -14,9 +14,9 @@ from engine.forward import (
     StateCache,
     StateIndex,
 )
-from engine.layers.norm import RMSNorm
 from engine.model_configs.model_config import ModelConfig
 from engine.model_configs.rope import RopeConfig
+from engine.ops.backend import Norm
 from engine.weights.weights import Weights
 
 C = TypeVar("C", contravariant=True)
@@ -79,9 +79,9 @@ class ResidualBlock:
     to x. The residual may be wider than the parts compute (float32 over bfloat16).
     """
 
-    norm: RMSNorm | None
+    norm: Norm | None
     parts: Sequence[Part]
-    post_norm: RMSNorm | None = None
+    post_norm: Norm | None = None
     normed_residual: float | None = None
 
     def __call__(self, x: Tensor, step: ForwardPass) -> Tensor:
@@ -92,7 +92,7 @@ class ResidualBlock:
         for part in self.parts:
             # A product can add the residual itself, unless a norm or another dtype is in between.
             if self.post_norm is not None:
-                x = x + self.post_norm(part(normed, None, step))
+                x = self.post_norm(part(normed, None, step), x)
             elif x.dtype != normed.dtype:
                 x = x + part(normed, None, step)
             else:

@@ -1,37 +1,13 @@
 """An MLP: down(act(gate(x)) * up(x)), with gate and up in one product; or without the gate."""
 
-from collections.abc import Callable, Mapping
-from functools import partial
-from types import MappingProxyType
-
-import torch.nn.functional as F
 from torch import Tensor
 
 from engine.layers.linear import load_linear, per_output
 from engine.layers.mixer import ForwardPass
-from engine.model_configs.feed_forward import Activation, MLPConfig
+from engine.model_configs.feed_forward import MLPConfig
 from engine.model_configs.model_config import ModelConfig
 from engine.ops.backend import Product
 from engine.weights.weights import Weights
-
-
-def _relu2(x: Tensor) -> Tensor:
-    return F.relu(x).square_()
-
-
-ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = MappingProxyType(
-    {
-        Activation.SILU: F.silu,
-        Activation.GELU_TANH: partial(F.gelu, approximate="tanh"),
-        Activation.RELU2: _relu2,
-    }
-)
-
-
-def gated(activation: Callable[[Tensor], Tensor], gate_up: Tensor) -> Tensor:
-    """act(gate) * up, of both side by side: [T, 2 * inner] -> [T, inner]."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    return activation(gate).mul_(up)
 
 
 class MLP:
@@ -41,8 +17,7 @@ class MLP:
     """
 
     def __init__(self, config: MLPConfig, weights: Weights, model: ModelConfig) -> None:
-        activation = ACTIVATIONS[config.activation]
-        self.activation = partial(gated, activation) if config.gated else activation
+        self.activation = weights.ops.activation(config.activation, gated=config.gated)
         inner, hidden = config.intermediate_size, model.hidden_size
         sizes, scale = {"up_proj": inner}, per_output([(1.0, inner)], weights.device)
         if config.gated:
@@ -57,6 +32,7 @@ class MLP:
             bias=config.bias,
             output_scale=config.output_scale,
         )
+        self.gate = weights.ops.gate
         self.token_gate: Product | None = None
         if config.token_gate:
             self.token_gate = load_linear(weights, {"token_gate": 1}, inputs=hidden)
@@ -65,5 +41,4 @@ class MLP:
         inner = self.activation(self.up(x))
         if self.token_gate is None:
             return self.down(inner, residual)
-        y = self.down(inner).mul_(self.token_gate(x).sigmoid_())
-        return y if residual is None else y.add_(residual)
+        return self.gate(self.down(inner), self.token_gate(x), residual)

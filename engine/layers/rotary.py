@@ -17,6 +17,7 @@ from engine.model_configs.rope import (
     RopeConfig,
     YarnScaling,
 )
+from engine.ops.backend import Ops
 
 FIRST_TABLE = 1024
 
@@ -24,10 +25,13 @@ FIRST_TABLE = 1024
 class Rotary:
     """Cosines and sines of all positions met so far: [positions, 2, rotary_dim], from float32."""
 
-    def __init__(self, rope: RopeConfig, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, rope: RopeConfig, dtype: torch.dtype, device: torch.device, *, ops: Ops
+    ) -> None:
         self.rope = rope
         self.dtype = torch.float32 if rope.wide else dtype
         self.device = device
+        self._lookup = ops.lookup
         self._table = self._build(FIRST_TABLE)
 
     def select(self, batch: ForwardBatch) -> Tensor:
@@ -36,7 +40,8 @@ class Rotary:
         if needed > self._table.shape[0]:
             # Twice as long, so that a growing sequence rebuilds it a few times only.
             self._table = self._build(2 * needed)
-        return self._table.index_select(0, batch.positions).transpose(0, 1).unsqueeze(2)
+        rows = self._lookup(self._table, batch.positions, self.dtype)
+        return rows.transpose(0, 1).unsqueeze(2)
 
     def _build(self, positions: int) -> Tensor:
         inverse = frequencies(self.rope, self.device)
@@ -91,17 +96,3 @@ def _llama3(plain: Tensor, llama: Llama3Scaling) -> Tensor:
     rotations = llama.original_positions / (2 * pi / plain)
     kept = ((rotations - llama.low) / (llama.high - llama.low)).clamp_(0.0, 1.0)
     return (1.0 - kept) * plain / llama.factor + kept * plain
-
-
-def rotate_(x: Tensor, rotary: Tensor) -> None:
-    """Rotates x [T, H, D] IN PLACE by `Rotary.select`'s [2, T, 1, rotary_dim]."""
-    cos, sin = rotary.unbind()
-    dim = cos.shape[-1]
-    head = x[..., :dim]
-    turned = head.to(cos.dtype)
-    # (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin); the table has the sign of sin.
-    first, second = turned.chunk(2, dim=-1)
-    swapped = torch.cat([second, first], dim=-1)
-    turned.mul_(cos).addcmul_(swapped, sin)
-    if turned is not head:
-        head.copy_(turned)

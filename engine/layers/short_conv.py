@@ -23,7 +23,7 @@ class ShortConv:
         self, config: ShortConvConfig, weights: Weights, model: ModelConfig, key: CacheKey
     ) -> None:
         self.key = key
-        self.convolve = weights.ops.causal_conv1d
+        self.ops = weights.ops
         inner, hidden = config.channels, model.hidden_size
         self.in_proj = load_linear(weights, {"in_proj": 3 * inner}, inputs=hidden, bias=config.bias)
         self.out_proj = load_linear(weights, {"out_proj": hidden}, inputs=inner, bias=config.bias)
@@ -34,5 +34,6 @@ class ShortConv:
     def __call__(self, x: Tensor, residual: Tensor | None, step: ForwardPass) -> Tensor:
         (conv,), index = step.states(self.key)
         before, after, u = self.in_proj(x).chunk(3, dim=-1)
-        u = self.convolve(before * u, conv, index, self.conv_weight, self.conv_bias, silu=False)
-        return self.out_proj(u.mul_(after), residual)
+        u = self.ops.gate(u, before, sigmoid=False)
+        u = self.ops.causal_conv1d(u, conv, index, self.conv_weight, self.conv_bias, silu=False)
+        return self.out_proj(self.ops.gate(u, after, sigmoid=False), residual)

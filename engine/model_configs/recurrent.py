@@ -52,10 +52,11 @@ def read_mamba1(reader: ConfigReader) -> Mamba1Config:
 
 
 class Gating(StrEnum):
-    """The order of norm and gate z after the scan's output y; each group has its own norm."""
+    """The order of norm and gate z after a recurrence's output y."""
 
     GATE_THEN_NORM = "norm(y * silu(z))"
     NORM_THEN_GATE = "norm(y) * silu(z)"
+    NORM_THEN_SIGMOID = "norm(y) * sigmoid(z)"
     GATE_ONLY = "y * silu(z)"
 
 

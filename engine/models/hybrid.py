@@ -24,7 +24,7 @@ from engine.layers.mamba1 import Mamba1
 from engine.layers.mamba2 import Mamba2
 from engine.layers.mixer import ForwardPass, MakeFeedForward, MakeMixer, Part, ResidualBlock
 from engine.layers.mlp import MLP
-from engine.layers.norm import RMSNorm, load_norm
+from engine.layers.norm import load_norm
 from engine.layers.rotary import Rotary
 from engine.layers.short_conv import ShortConv
 from engine.model_configs.attention import AttentionConfig, LatentAttentionConfig
@@ -39,7 +39,7 @@ from engine.model_configs.recurrent import (
     ShortConvConfig,
 )
 from engine.model_configs.rope import RopeConfig
-from engine.ops.backend import Product
+from engine.ops.backend import Norm, Product
 from engine.weights.weights import Weights
 
 MIXERS: Mapping[type, MakeMixer[Any]] = MappingProxyType(
@@ -61,20 +61,19 @@ FEED_FORWARD: Mapping[type, MakeFeedForward[Any]] = MappingProxyType(
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class HybridModel:
-    """Implements `loader.CausalLM`. `dtype`: of the residual between blocks."""
+    """Implements `loader.CausalLM`."""
 
     config: ModelConfig
     embeddings: Embedding
-    dtype: torch.dtype
     blocks: Sequence[ResidualBlock]
-    norm: RMSNorm
+    norm: Norm
     head: Product
     rotary: Mapping[RopeConfig, Rotary]
 
     def forward(self, batch: ForwardBatch, caches: LayerCaches) -> Tensor:
         rotary = {rope: table.select(batch) for rope, table in self.rotary.items()}
         step = ForwardPass(batch, caches, rotary)
-        x = self.embeddings(batch.token_ids).to(self.dtype)
+        x = self.embeddings(batch.token_ids)
         for block in self.blocks:
             x = block(x, step)
         return self.norm(x)
@@ -96,7 +95,8 @@ def build(config: ModelConfig, weights: Weights) -> HybridModel:
     scale = config.embedding_scale
     if config.rounds_embedding_scale:
         scale = float(torch.tensor(scale, dtype=weights.dtype))
-    embeddings = Embedding(table, scale)
+    residual_dtype = torch.float32 if config.residual_in_fp32 else weights.dtype
+    embeddings = Embedding(table, scale, residual_dtype, ops=weights.ops)
     # Layers with equal specs are one KV cache group, so a spec names its group.
     group_of = {group.spec: number for number, group in enumerate(config.groups)}
     blocks = [
@@ -107,11 +107,13 @@ def build(config: ModelConfig, weights: Weights) -> HybridModel:
     return HybridModel(
         config=config,
         embeddings=embeddings,
-        dtype=torch.float32 if config.residual_in_fp32 else weights.dtype,
         blocks=blocks,
         norm=load_norm(weights, "model.norm", config),
         head=output_head(weights, embeddings, tied=config.tie_word_embeddings),
-        rotary={rope: Rotary(rope, weights.dtype, weights.device) for rope in _ropes(config)},
+        rotary={
+            rope: Rotary(rope, weights.dtype, weights.device, ops=weights.ops)
+            for rope in _ropes(config)
+        },
     )
 
 

@@ -59,6 +59,11 @@ class Kernels:
         name = str(dtype).removeprefix("torch.")
         self.pack = Kernel(self, "pack", "4q")
         self.linear = Kernel(self, f"linear_{name}", "9q")
+        self.norm = Kernel(self, f"norm_{name}", "3qd9q")
+        self.gated_norm = Kernel(self, f"gated_norm_{name}", "2qd9q")
+        self.gate = Kernel(self, f"gate_{name}", "11q")
+        self.rotate = Kernel(self, f"rotate_{name}", "11q")
+        self.lookup = Kernel(self, f"lookup_{name}", "5qd2q")
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Memory for a result, contiguous."""

@@ -14,13 +14,27 @@ from torch import Tensor
 
 from engine.compute_config import KernelChoice
 from engine.forward import AttentionCache, AttentionIndex, StateIndex
+from engine.model_configs.feed_forward import Activation
+from engine.model_configs.recurrent import Gating
 from engine.native.kernels import Kernels, load_kernels
+from engine.ops.activation.fast import make_activation
+from engine.ops.activation.native import NativeActivation
 from engine.ops.causal_conv1d.fast import causal_conv1d
 from engine.ops.experts.fast import experts
+from engine.ops.gate.fast import gate
+from engine.ops.gate.native import NativeGate
 from engine.ops.gated_delta_rule.fast import gated_delta_rule
+from engine.ops.gated_norm.fast import TorchGatedNorm
+from engine.ops.gated_norm.native import NativeGatedNorm
 from engine.ops.linear import native as native_linear
 from engine.ops.linear.fast import TorchLinear
+from engine.ops.lookup.fast import lookup
+from engine.ops.lookup.native import NativeLookup
+from engine.ops.norm.fast import TorchNorm
+from engine.ops.norm.native import NativeNorm
 from engine.ops.paged_attention.fast import paged_attention
+from engine.ops.rotary.fast import rotate_
+from engine.ops.rotary.native import NativeRotate
 from engine.ops.scratch import Scratch
 from engine.ops.selective_scan.fast import selective_scan
 from engine.ops.ssd.fast import ssd
@@ -39,6 +53,83 @@ class MakeProduct(Protocol):
     """Of weight [out, in] and bias [out] or None; it may keep the matrix in another order."""
 
     def __call__(self, weight: Tensor, bias: Tensor | None = None) -> Product: ...
+
+
+class Norm(Protocol):
+    """Root-mean-square norm, of x [T, D] or by group of x [T, G, D], to the same shape.
+
+    Added to `residual` in the same call.
+    """
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor: ...
+
+
+class MakeNorm(Protocol):
+    """x / sqrt(mean(x^2) + eps) * weight, for weight [D] or, for each group its own, [G, D].
+
+    Computed in float32, whatever x is; the result has the dtype `dtype`, as has a residual.
+    """
+
+    def __call__(self, weight: Tensor, eps: float, dtype: torch.dtype) -> Norm: ...
+
+
+class GatedNorm(Protocol):
+    """y float32 [T, ...] of C channels in all, gate [T, C] -> [T, C], of the gate's dtype.
+
+    y may be overwritten.
+    """
+
+    def __call__(self, y: Tensor, gate: Tensor) -> Tensor: ...
+
+
+class MakeGatedNorm(Protocol):
+    """Norm of y and gate in the order of `gating`, in float32; weight is None for GATE_ONLY.
+
+    Each run of D channels is normed by itself: weight [D] for all of them, or [C / D, D].
+    """
+
+    def __call__(self, weight: Tensor | None, eps: float, *, gating: Gating) -> GatedNorm: ...
+
+
+class MakeActivation(Protocol):
+    """The function of an MLP: x [T, U] -> [T, U], or act(gate) * up of `gated` x [T, 2 I].
+
+    Gate and up lie side by side, and give [T, I]. The result has the dtype of x.
+    """
+
+    def __call__(self, kind: Activation, *, gated: bool) -> Callable[[Tensor], Tensor]: ...
+
+
+class Gate(Protocol):
+    """x * sigmoid(by), or x * by without `sigmoid`, of x [T, C] and by [T, C] or [T, 1].
+
+    Added to `residual` [T, C] in the same call; all have one dtype.
+    """
+
+    def __call__(
+        self, x: Tensor, by: Tensor, residual: Tensor | None = None, *, sigmoid: bool = True
+    ) -> Tensor: ...
+
+
+class Rotate(Protocol):
+    """Rotary embedding (arXiv 2104.09864) of x [T, H, D], IN PLACE: channel i pairs with i + half.
+
+    `rotary` [2, T, 1, 2 * half], in the dtype of x or float32: cosines, and sines of which the
+    first half is negated. Channels from 2 * half on stay.
+    """
+
+    def __call__(self, x: Tensor, rotary: Tensor) -> None: ...
+
+
+class Lookup(Protocol):
+    """table [N, ...] at rows int64 [T], times `scale` -> [T, ...] of `dtype`.
+
+    The table is contiguous, and `dtype` is its own or float32.
+    """
+
+    def __call__(
+        self, table: Tensor, rows: Tensor, dtype: torch.dtype, *, scale: float = 1.0
+    ) -> Tensor: ...
 
 
 class PagedAttention(Protocol):
@@ -167,6 +258,12 @@ class Ops:
 
     kernels: str
     linear: MakeProduct
+    norm: MakeNorm
+    gated_norm: MakeGatedNorm
+    activation: MakeActivation
+    gate: Gate
+    rotate_: Rotate
+    lookup: Lookup
     paged_attention: PagedAttention
     causal_conv1d: CausalConv1d
     gated_delta_rule: GatedDeltaRule
@@ -181,6 +278,12 @@ def torch_ops() -> Ops:
     return Ops(
         kernels="torch",
         linear=TorchLinear,
+        norm=TorchNorm,
+        gated_norm=TorchGatedNorm,
+        activation=make_activation,
+        gate=gate,
+        rotate_=rotate_,
+        lookup=lookup,
         paged_attention=partial(paged_attention, scratch=scratch),
         causal_conv1d=causal_conv1d,
         gated_delta_rule=partial(gated_delta_rule, scratch=scratch),
@@ -198,7 +301,19 @@ def native_ops(kernels: Kernels) -> Ops:
             return TorchLinear(weight, bias)
         return native_linear.NativeLinear(kernels, weight, bias)
 
-    return replace(torch_ops(), kernels="native", linear=linear)
+    # Whatever is the same in every call is bound or prepared here: a small model's decode step makes
+    # a hundred calls.
+    return replace(
+        torch_ops(),
+        kernels="native",
+        linear=linear,
+        norm=partial(NativeNorm, kernels),
+        gated_norm=partial(NativeGatedNorm, kernels),
+        activation=partial(NativeActivation, kernels),
+        gate=NativeGate(kernels),
+        rotate_=NativeRotate(kernels),
+        lookup=NativeLookup(kernels),
+    )
 
 
 def ops_for(device: torch.device, dtype: torch.dtype, *, kernels: KernelChoice) -> Ops:

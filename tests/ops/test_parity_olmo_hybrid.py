@@ -8,8 +8,9 @@ from safetensors.torch import load_file, save_file
 from transformers import OlmoHybridConfig
 
 from engine.forward import ForwardBatch, SequenceLens
-from engine.layers.rotary import Rotary, rotate_
+from engine.layers.rotary import Rotary
 from engine.model_configs.rope import RopeConfig
+from engine.ops.backend import torch_ops
 from tests.ops.parity import COMMON, ROPE, Case, ParityTests
 
 LINEAR, FULL = "linear_attention", "full_attention"
@@ -85,7 +86,8 @@ def test_a_bfloat16_model_rotates_in_float32() -> None:
     positions, lens = torch.tensor([3000]), SequenceLens(1, [1], [3000])
     batch = ForwardBatch(positions, positions, lens, (), positions)
     expected, got = heads.float(), heads.clone()
+    rope, ops = RopeConfig(1e4, 24, wide=True), torch_ops()
     for x, dtype in ((expected, torch.float32), (got, torch.bfloat16)):
-        rope = RopeConfig(1e4, 24, wide=True)
-        rotate_(x, Rotary(rope, dtype, torch.device("cpu")).select(batch))
+        rotary = Rotary(rope, dtype, torch.device("cpu"), ops=ops).select(batch)
+        ops.rotate_(x, rotary)
     assert torch.equal(got, expected.bfloat16())

@@ -1,10 +1,11 @@
-"""Frequencies of every kind of rope, read from config.json, are those of transformers."""
+"""Frequencies of every kind of rope are those of transformers; rotation against pairs in turn."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -12,6 +13,10 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from engine.layers.rotary import Rotary, frequencies
 from engine.model_configs.config_reader import ConfigReader
 from engine.model_configs.rope import RopeConfig, read_rope
+from engine.ops.backend import Rotate, torch_ops
+from engine.ops.rotary import fast, naive
+from engine.ops.rotary.native import NativeRotate
+from tests.ops.native import native_kernels
 
 CPU = torch.device("cpu")
 HEAD_DIM, POSITIONS = 24, 4096
@@ -76,6 +81,44 @@ def test_frequencies_and_magnitude(
 
 def test_the_magnitude_is_of_cosines_and_of_sines() -> None:
     plain, grown = (
-        Rotary(RopeConfig(1e4, 8, magnitude=size), torch.float32, CPU)._table for size in (1.0, 1.5)
+        Rotary(RopeConfig(1e4, 8, magnitude=size), torch.float32, CPU, ops=torch_ops())._table
+        for size in (1.0, 1.5)
     )
     assert torch.equal(1.5 * plain, grown)
+
+
+def torch_rotate(model: torch.dtype) -> Rotate:
+    return fast.rotate_
+
+
+def native_rotate(model: torch.dtype) -> Rotate:
+    return NativeRotate(native_kernels(model))
+
+
+@pytest.mark.parametrize("model", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("backend", [torch_rotate, native_rotate])
+@given(rows=st.integers(1, 5), heads=st.integers(1, 4), half=st.integers(1, 40), rest=st.just(3))
+@settings(max_examples=15, deadline=None)
+def test_heads_are_rotated_where_they_lie(
+    backend: Callable[[torch.dtype], Rotate],
+    model: torch.dtype,
+    *,
+    wide: bool,
+    rows: int,
+    heads: int,
+    half: int,
+    rest: int,
+) -> None:
+    """Nothing else in their rows changes: other channels of a head, and what lies between rows."""
+    draw = torch.Generator().manual_seed(half)
+    size = 2 * half + rest
+    ours = torch.randn(rows, heads * size + 7, generator=draw).to(model)
+    truth = ours.clone()
+    table = torch.randn(rows, 2, 2 * half, generator=draw).to(torch.float32 if wide else model)
+    rotary = table.transpose(0, 1).unsqueeze(2)
+    for x, rotate_ in ((ours, backend(model)), (truth, naive.rotate_)):
+        rotate_(x[:, : heads * size].view(rows, heads, size), rotary)
+    # Torch rounds each of the two products to bfloat16.
+    near = 1e-6 if model == torch.float32 else 2**-6
+    torch.testing.assert_close(ours, truth, rtol=near, atol=near)

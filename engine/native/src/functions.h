@@ -1,11 +1,13 @@
-// Functions of sixteen numbers, on top of an instruction set's own.
+// Functions of sixteen numbers, on top of an instruction set's own. A NaN stays a NaN: `min` and
+// `max` return their second operand where one of the two is none, so x is always the second.
 #pragma once
 
 namespace {
 
 // e^x to two units in the last place: 2^n times a polynomial of what is left, |rest| <= ln(2) / 2.
 inline Floats exp(Floats x) {
-  x = min(max(x, splat(-87.3f)), splat(88.7f));
+  // Beyond these it is zero and infinity; `scaled` rounds to them, and to denormals before.
+  x = min(splat(89.0f), max(splat(-105.0f), x));
   Floats n = rounded(x * splat(1.44269504f));
   Floats rest = fma(n, splat(-0.693359375f), x);
   rest = fma(n, splat(2.12194440e-4f), rest);
@@ -18,19 +20,25 @@ inline Floats exp(Floats x) {
   return scaled(fma(y * rest, rest, rest + splat(1.0f)), n);
 }
 
-inline Floats sigmoid(Floats x) { return splat(1.0f) / (splat(1.0f) + exp(splat(0.0f) - x)); }
-
-inline Floats silu(Floats x) { return x * sigmoid(x); }
-
-// tanh(x) = 1 - 2 / (e^2x + 1)
-inline Floats tanh(Floats x) {
-  return splat(1.0f) - splat(2.0f) / (exp(x + x) + splat(1.0f));
+// x * sigmoid(y); with y = x that is SiLU. Zero from y = -89 on, as in torch: e^-y is infinite.
+inline Floats times_sigmoid(Floats x, Floats y) {
+  return x / (splat(1.0f) + exp(splat(0.0f) - y));
 }
 
-// The usual approximation: x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))).
+inline Floats sigmoid(Floats x) { return times_sigmoid(splat(1.0f), x); }
+
+inline Floats silu(Floats x) { return times_sigmoid(x, x); }
+
+// The usual approximation x/2 (1 + tanh(z)), z = sqrt(2/pi) (x + 0.044715 x^3); and as a sigmoid
+// it is x sigmoid(2 z), which loses nothing to cancellation.
 inline Floats gelu_tanh(Floats x) {
-  Floats inner = splat(0.79788456f) * fma(splat(0.044715f) * x, x * x, x);
-  return splat(0.5f) * x * (splat(1.0f) + tanh(inner));
+  Floats z = splat(0.79788456f) * fma(splat(0.044715f) * x, x * x, x);
+  return times_sigmoid(x, z + z);
+}
+
+inline Floats relu_squared(Floats x) {
+  Floats positive = max(splat(0.0f), x);
+  return positive * positive;
 }
 
 }  // namespace

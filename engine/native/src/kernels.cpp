@@ -13,3 +13,5 @@ extern "C" __attribute__((visibility("default"))) int tandem_runs_here() {
 #include "functions.h"
 #include "linear.h"
 #include "replay.h"
+#include "norms.h"
+#include "elementwise.h"
