@@ -64,6 +64,9 @@ class Kernels:
         self.gate = Kernel(self, f"gate_{name}", "11q")
         self.rotate = Kernel(self, f"rotate_{name}", "11q")
         self.lookup = Kernel(self, f"lookup_{name}", "5qd2q")
+        self.conv_step = Kernel(self, f"conv_step_{name}", "13q")
+        self.conv_segment = Kernel(self, f"conv_segment_{name}", "11q")
+        self.conv_state = Kernel(self, f"conv_state_{name}", "7q")
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Memory for a result, contiguous."""

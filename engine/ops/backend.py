@@ -20,6 +20,7 @@ from engine.native.kernels import Kernels, load_kernels
 from engine.ops.activation.fast import make_activation
 from engine.ops.activation.native import NativeActivation
 from engine.ops.causal_conv1d.fast import causal_conv1d
+from engine.ops.causal_conv1d.native import NativeConv
 from engine.ops.experts.fast import experts
 from engine.ops.gate.fast import gate
 from engine.ops.gate.native import NativeGate
@@ -314,6 +315,7 @@ def native_ops(kernels: Kernels) -> Ops:
         rotate_=NativeRotate(kernels),
         lookup=NativeLookup(kernels),
     )
+    return replace(torch_ops(), kernels="native", linear=linear, causal_conv1d=NativeConv(kernels))
 
 
 def ops_for(device: torch.device, dtype: torch.dtype, *, kernels: KernelChoice) -> Ops:

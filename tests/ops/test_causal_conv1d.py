@@ -1,11 +1,17 @@
-"""The fast causal convolution against the token-by-token one."""
+"""The causal convolutions against the token-by-token one."""
+
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.ops.backend import CausalConv1d
 from engine.ops.causal_conv1d import fast, naive
+from engine.ops.causal_conv1d.native import NativeConv
+from tests.ops.batches import BATCHES, Batch, memory_of, moved, pool_of
+from tests.ops.native import native_kernels
 
 CHANNELS = 24
 SEGMENTS = [[1], [2], [15], [63], [64], [65], [300], [129, 1, 2, 64, 300]]
@@ -80,3 +86,39 @@ def test_bfloat16_sums_in_float32() -> None:
     assert got.dtype == torch.bfloat16
     torch.testing.assert_close(got, expected)
     assert torch.equal(final, expected_final)
+
+
+def native(dtype: torch.dtype) -> CausalConv1d:
+    return NativeConv(native_kernels(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("make", [lambda _: fast.causal_conv1d, native], ids=["torch", "native"])
+@pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES)
+@pytest.mark.parametrize(("kernel", "silu"), [(4, True), (2, False)])
+def test_a_batch_is_what_naive_makes_of_it(
+    make: Callable[[torch.dtype], CausalConv1d],
+    dtype: torch.dtype,
+    batch: Batch,
+    *,
+    kernel: int,
+    silu: bool,
+) -> None:
+    """Rows are a slice of longer ones, and the pool holds other numbers between its units."""
+    draw = torch.Generator().manual_seed(kernel)
+    x, weight = (
+        torch.randn(rows, 60, generator=draw).to(dtype)[:, 7:42] for rows in (batch.tokens, kernel)
+    )
+    weight = weight.contiguous()
+    bias = weight[-1].clone() if silu else None
+    ours, theirs = (pool_of((kernel - 1, 35), dtype) for _ in range(2))
+    found = make(dtype)(x, ours, batch.index(), weight, bias, silu=silu)
+    wanted = moved(
+        theirs,
+        batch,
+        lambda lens, states, exports: naive.conv_chunk(
+            x, lens, states, weight, bias, exports=exports, silu=silu
+        ),
+    )
+    torch.testing.assert_close(found, wanted)
+    assert torch.equal(memory_of(ours), memory_of(theirs))

@@ -11,6 +11,7 @@ extern "C" __attribute__((visibility("default"))) int tandem_runs_here() {
 #pragma GCC target("arch=x86-64-v4,avx512bf16,avx512vnni")
 #include "avx512.h"
 #include "functions.h"
+#include "convolution.h"
 #include "linear.h"
 #include "replay.h"
 #include "norms.h"
