@@ -314,8 +314,8 @@ def native_ops(kernels: Kernels) -> Ops:
         gate=NativeGate(kernels),
         rotate_=NativeRotate(kernels),
         lookup=NativeLookup(kernels),
+        causal_conv1d=NativeConv(kernels),
     )
-    return replace(torch_ops(), kernels="native", linear=linear, causal_conv1d=NativeConv(kernels))
 
 
 def ops_for(device: torch.device, dtype: torch.dtype, *, kernels: KernelChoice) -> Ops:
