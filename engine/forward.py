@@ -67,11 +67,13 @@ class AttentionIndex:
     """The places of an attention group's tokens: rows of pages to read, rows of tokens to write.
 
     `block_tables` int64 [sequences, max_blocks] (unused tail entries point at any valid row);
-    `slot_mapping` int64 [tokens * num_kv_heads], heads fastest.
+    `slot_mapping` int64 [tokens * num_kv_heads], heads fastest; `positions` int64 [tokens], those
+    of the batch.
     """
 
     block_tables: Tensor
     slot_mapping: Tensor
+    positions: Tensor
     lens: SequenceLens
 
 

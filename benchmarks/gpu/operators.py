@@ -101,7 +101,10 @@ def _attention(
         return AttentionCache(of[0], of[1], of[0].view(-1, dim), of[1].view(-1, dim))
 
     there = cache(pages.to(device, copy=True))
-    index = AttentionIndex(tables.to(device), torch.tensor(slots, device=device), lens)
+    positions = torch.cat([torch.arange(*span) for span in zip(CONTEXT, ends, strict=True)])
+    index = AttentionIndex(
+        tables.to(device), torch.tensor(slots, device=device), positions.to(device), lens
+    )
     found = ops.paged_attention(
         q.to(device), k.to(device), v.to(device), there, index, scale=dim**-0.5, window=window
     )

@@ -67,6 +67,7 @@ class Kernels:
         self.conv_step = Kernel(self, f"conv_step_{name}", "13q")
         self.conv_segment = Kernel(self, f"conv_segment_{name}", "11q")
         self.conv_state = Kernel(self, f"conv_state_{name}", "7q")
+        self.attention = Kernel(self, f"attention_{name}", "21qd3q")
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Memory for a result, contiguous."""

@@ -34,6 +34,7 @@ from engine.ops.lookup.native import NativeLookup
 from engine.ops.norm.fast import TorchNorm
 from engine.ops.norm.native import NativeNorm
 from engine.ops.paged_attention.fast import paged_attention
+from engine.ops.paged_attention.native import NativeAttention
 from engine.ops.rotary.fast import rotate_
 from engine.ops.rotary.native import NativeRotate
 from engine.ops.scratch import Scratch
@@ -137,7 +138,8 @@ class PagedAttention(Protocol):
     """Writes the batch's K and V into their pages, then attends causally.
 
     q [T, H, D], k and v [T, Hkv, D] -> [T, H * D]; v None: k is V too, as in its pages. A token
-    reads itself and the `window` - 1 tokens before it (None: all); scores are q k^T * `scale`.
+    reads itself and the `window` - 1 tokens before it (None: all); scores are q k^T * `scale`. The
+    numbers of a head lie side by side.
     """
 
     def __call__(
@@ -308,6 +310,7 @@ def native_ops(kernels: Kernels) -> Ops:
         torch_ops(),
         kernels="native",
         linear=linear,
+        paged_attention=NativeAttention(kernels, Scratch()),
         norm=partial(NativeNorm, kernels),
         gated_norm=partial(NativeGatedNorm, kernels),
         activation=partial(NativeActivation, kernels),

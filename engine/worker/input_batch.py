@@ -49,17 +49,18 @@ class InputBatcher:
         query_lens = [len(item.token_ids) for item in ordered]
         context_lens = [item.num_computed_tokens for item in ordered]
         lens = SequenceLens(query_lens.count(1), query_lens, context_lens)
-        positions, ends = _positions(lens), np.cumsum(query_lens, dtype=np.int64)
+        places, ends = _positions(lens), np.cumsum(query_lens, dtype=np.int64)
+        positions = self._tensor(places)
         token_ids = chain.from_iterable(item.token_ids for item in ordered)
         indexes = (
             self._state_index(group, ordered, lens)
             if group in self._state_groups
-            else self._attention_index(group, ordered, lens, positions=positions)
+            else self._attention_index(group, ordered, lens, positions=(places, positions))
             for group in range(len(self._plan.groups))
         )
         return ForwardBatch(
             token_ids=self._tensor(np.fromiter(token_ids, np.int64, sum(query_lens))),
-            positions=self._tensor(positions),
+            positions=positions,
             lens=lens,
             group_index=tuple(indexes),
             logits_rows=self._tensor(ends[[item.sampling is not None for item in ordered]] - 1),
@@ -87,8 +88,10 @@ class InputBatcher:
         ordered: Sequence[ScheduledRequest],
         lens: SequenceLens,
         *,
-        positions: IntArray,
+        positions: tuple[IntArray, Tensor],
     ) -> AttentionIndex:
+        """`positions`: those of the batch's tokens, here and on the device."""
+        places, positions_there = positions
         block_size = self._plan.block_size_of(group)
         # Blocks up to this step's last token; shorter tables are padded with block 0, which no
         # sequence length reaches.
@@ -99,9 +102,9 @@ class InputBatcher:
             padded[row, :count] = item.tables[group][:count]
         block_tables = self._rows[group][padded]
         sequence = np.repeat(np.arange(len(ordered)), lens.query_lens)
-        rows = block_tables[sequence, positions // block_size]
-        slots = self._slots(group, rows, positions)
-        return AttentionIndex(self._tensor(block_tables), self._tensor(slots), lens)
+        rows = block_tables[sequence, places // block_size]
+        slots = self._tensor(self._slots(group, rows, places))
+        return AttentionIndex(self._tensor(block_tables), slots, positions_there, lens)
 
     def _slots(self, group: int, rows: IntArray, positions: IntArray) -> IntArray:
         """Rows of `AttentionCache.k_tokens` for every (token, head), heads fastest."""

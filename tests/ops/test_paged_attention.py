@@ -1,5 +1,7 @@
 """Paged attention over scattered pages against naive, and against plain attention."""
 
+from collections.abc import Callable
+from functools import partial
 from types import ModuleType
 
 import pytest
@@ -8,8 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.forward import AttentionCache, AttentionIndex, SequenceLens
+from engine.ops.backend import PagedAttention
 from engine.ops.paged_attention import fast, naive
+from engine.ops.paged_attention.native import NativeAttention
 from engine.ops.scratch import Scratch
+from tests.ops.native import native_kernels
 
 BLOCK, DIM, ROWS = 16, 8, 200
 SCALE = DIM**-0.5
@@ -34,14 +39,60 @@ def queries(rows: int, heads: int, dtype: torch.dtype = torch.float32) -> Tensor
     return torch.randn(rows, heads, DIM, generator=draw).to(dtype)
 
 
+def native_attention(dtype: torch.dtype = torch.float32) -> PagedAttention:
+    return NativeAttention(native_kernels(dtype), Scratch())
+
+
+def fast_attention(dtype: torch.dtype = torch.float32) -> PagedAttention:
+    return partial(fast.paged_attention, scratch=Scratch())
+
+
+def native_decode(
+    q: Tensor,
+    cache: AttentionCache,
+    block_tables: Tensor,
+    *,
+    lens: list[int],
+    scale: float,
+    window: int | None = None,
+) -> Tensor:
+    """The new tokens' K and V, which the operator writes, are those that lie there."""
+    kv_heads, dim = cache.k_pages.shape[1], q.shape[2]
+    contexts = [length - 1 for length in lens]
+    slots = [
+        _slots(table, context, context + 1, kv_heads)
+        for table, context in zip(block_tables, contexts, strict=True)
+    ]
+    index = AttentionIndex(
+        block_tables,
+        torch.cat(slots),
+        torch.tensor(contexts),
+        SequenceLens(len(lens), [1] * len(lens), contexts),
+    )
+    k, v = (
+        pages[index.slot_mapping].view(-1, kv_heads, dim)
+        for pages in (cache.k_tokens, cache.v_tokens)
+    )
+    attend = native_attention(q.dtype)
+    return attend(q, k, v, cache, index, scale=scale, window=window).view(q.shape)
+
+
+Decode = Callable[..., Tensor]
+DECODES: dict[str, Decode] = {
+    "fast": partial(fast.decode, scratch=Scratch()),
+    "native": native_decode,
+}
+
+
+@pytest.mark.parametrize("op", DECODES.values(), ids=DECODES)
 @pytest.mark.parametrize(
     "lens", [[1], [15], [16], [17], [300], [300, 1, 64, 65], [1, 1], [5, 280, 3, 4, 2, 1]], ids=str
 )
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (6, 1)])
-def test_decode_equals_naive(lens: list[int], heads: int, kv_heads: int) -> None:
+def test_decode_equals_naive(op: Decode, lens: list[int], heads: int, kv_heads: int) -> None:
     cache, tables, q = cache_of(kv_heads), tables_of(lens), queries(len(lens), heads)
     expected = naive.decode(q, cache, tables, lens=lens, scale=SCALE)
-    got = fast.decode(q, cache, tables, lens=lens, scale=SCALE, scratch=Scratch())
+    got = op(q, cache, tables, lens=lens, scale=SCALE)
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-4)
 
 
@@ -68,12 +119,11 @@ def hide_what_a_window_skips(tables: Tensor, firsts: list[int], cache: Attention
 
 @pytest.mark.parametrize("window", [1, 2, 16, 17, 33, 400])
 @pytest.mark.parametrize("lens", [[300], [300, 1, 64, 65], [17, 18], [5, 280, 3, 4, 2, 1]], ids=str)
-@pytest.mark.parametrize("op", [naive, fast], ids=["naive", "fast"])
-def test_decode_reads_its_window_only(op: ModuleType, window: int, lens: list[int]) -> None:
+@pytest.mark.parametrize("op", [naive.decode, *DECODES.values()], ids=["naive", *DECODES])
+def test_decode_reads_its_window_only(op: Decode, window: int, lens: list[int]) -> None:
     cache, tables, q = cache_of(2), tables_of(lens), queries(len(lens), 4)
     hide_what_a_window_skips(tables, [max(0, length - window) for length in lens], cache)
-    scratch = {"scratch": Scratch()} if op is fast else {}
-    got = op.decode(q, cache, tables, lens=lens, scale=SCALE, window=window, **scratch)
+    got = op(q, cache, tables, lens=lens, scale=SCALE, window=window)
     expected = [
         windowed(q[i : i + 1], cache, tables[i], context=length - 1, window=window)
         for i, length in enumerate(lens)
@@ -109,18 +159,79 @@ def windowed(q: Tensor, cache: AttentionCache, row: Tensor, *, context: int, win
     return out.transpose(0, 1)
 
 
+@pytest.mark.parametrize("op", DECODES.values(), ids=DECODES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_decode_ignores_what_lies_behind_a_sequence(dtype: torch.dtype) -> None:
+def test_decode_ignores_what_lies_behind_a_sequence(op: Decode, dtype: torch.dtype) -> None:
     lens = [5, 40]
     cache, tables, q = cache_of(2, dtype), tables_of(lens), queries(2, 4, dtype)
-    expected = fast.decode(q, cache, tables, lens=lens, scale=SCALE, scratch=Scratch())
+    expected = op(q, cache, tables, lens=lens, scale=SCALE)
     garbage = 1e30 if dtype == torch.float32 else float("nan")
     cache.k_pages[tables[0, 0], :, 5:] = garbage
     cache.v_pages[tables[0, 0], :, 5:] = garbage
     cache.v_pages[tables[0, 1:]] = garbage
-    assert torch.equal(
-        fast.decode(q, cache, tables, lens=lens, scale=SCALE, scratch=Scratch()), expected
+    assert torch.equal(op(q, cache, tables, lens=lens, scale=SCALE), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("heads", "dim"), [(5, 7), (9, 45), (3, 70), (2, 129)])
+def test_native_decode_of_latents_of_any_size(heads: int, dim: int, dtype: torch.dtype) -> None:
+    """All heads read one vector per token as K and V; rows and heads of q lie apart."""
+    lens, draw = [130, 3, 64], torch.Generator().manual_seed(dim)
+    pages = torch.randn(40, 1, BLOCK, dim, generator=draw).to(dtype)
+    cache = AttentionCache(pages, pages, *[pages.view(-1, dim)] * 2)
+    tables = torch.randperm(40, generator=draw)[:27].view(3, 9)
+    contexts = [length - 1 for length in lens]
+    slots = torch.cat(
+        [_slots(row, end, end + 1, 1) for row, end in zip(tables, contexts, strict=True)]
     )
+    index = AttentionIndex(
+        tables, slots, torch.tensor(contexts), SequenceLens(3, [1] * 3, contexts)
+    )
+    q = torch.randn(3, heads + 2, dim + 3, generator=draw).to(dtype)[:, 1:-1, :dim]
+    new = torch.randn(3, 2, dim + 1, generator=draw).to(dtype)[:, 1:, :dim]
+    got = native_attention(dtype)(q, new, None, cache, index, scale=0.3, window=None)
+    assert torch.equal(pages.view(-1, dim)[slots], new[:, 0])
+    expected = naive.decode(q.float(), cache, tables, lens=lens, scale=0.3)
+    near = 1e-5 if dtype == torch.float32 else 2**-8
+    torch.testing.assert_close(
+        got.view(q.shape).float(), expected, rtol=near, atol=near * float(expected.abs().max())
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_native_decode_depends_on_its_sequence_only(dtype: torch.dtype) -> None:
+    """Bit by bit: not on the batch, its own pages, their size, nor on the threads."""
+    lens = [5, 280, 64, 1]
+    cache, tables, q = cache_of(2, dtype), tables_of(lens), queries(4, 4, dtype)
+    together = native_decode(q, cache, tables, lens=lens, scale=SCALE, window=200)
+    for place, length in enumerate(lens):
+        # One page of them all, as long as the sequence.
+        k, v = (
+            pages[tables[place]].transpose(0, 1).reshape(1, 2, -1, DIM)
+            for pages in (cache.k_pages, cache.v_pages)
+        )
+        moved = AttentionCache(k, v, k.view(-1, DIM), v.view(-1, DIM))
+        kernels = native_kernels(dtype)
+        kernels.threads = 3 - kernels.threads
+        slots = torch.tensor([length - 1, k.shape[2] + length - 1])
+        index = AttentionIndex(
+            torch.zeros(1, 1, dtype=torch.int64),
+            slots,
+            torch.tensor([length - 1]),
+            SequenceLens(1, [1], [length - 1]),
+        )
+        k, v = (pages[slots].view(1, 2, DIM) for pages in (moved.k_tokens, moved.v_tokens))
+        attend = NativeAttention(kernels, Scratch())
+        alone = attend(q[place : place + 1], k, v, moved, index, scale=SCALE, window=200)
+        assert torch.equal(alone.view(4, DIM), together[place])
+
+
+def test_what_is_broken_shows() -> None:
+    cache, tables, q = cache_of(1), tables_of([20, 20]), queries(2, 2)
+    cache.k_pages[tables[0, 1], 0, 2, 3] = float("nan")
+    got = native_decode(q, cache, tables, lens=[20, 20], scale=SCALE)
+    assert got[0].isnan().all()
+    assert not got[1].isnan().any()
 
 
 @pytest.mark.parametrize("op", [naive, fast], ids=["naive", "fast"])
@@ -136,7 +247,8 @@ def test_tokens_are_written_to_their_slots_only(op: ModuleType) -> None:
     assert torch.equal(cache.k_tokens, before)
 
 
-def test_a_mixed_batch_is_attention_over_each_sequence() -> None:
+@pytest.mark.parametrize("make", [fast_attention, native_attention])
+def test_a_mixed_batch_is_attention_over_each_sequence(make: Callable[[], PagedAttention]) -> None:
     contexts, lens = [33, 7, 20, 0], [1, 1, 30, 17]
     totals = [c + n for c, n in zip(contexts, lens, strict=True)]
     cache, tables = cache_of(2), tables_of(totals)
@@ -144,17 +256,20 @@ def test_a_mixed_batch_is_attention_over_each_sequence() -> None:
     slots = [_slots(tables[i], 0, total) for i, total in enumerate(totals)]
     fast.write_tokens(k, v, cache, torch.cat(slots))
     new = [slice(end - n, end) for end, n in zip(_ends(totals), lens, strict=True)]
-    pages = [_slots(tables[i], contexts[i], totals[i]) for i in range(len(totals))]
+    spans = list(zip(contexts, totals, strict=True))
+    places = torch.cat([_slots(tables[i], *span) for i, span in enumerate(spans)])
+    positions = torch.cat([torch.arange(*span) for span in spans])
+    # The new tokens' places hold nothing yet.
+    cache.k_tokens[places] = cache.v_tokens[places] = float("nan")
     q = queries(sum(lens), 4)
-    got = fast.paged_attention(
+    got = make()(
         q,
         torch.cat([k[rows] for rows in new]),
         torch.cat([v[rows] for rows in new]),
         cache,
-        AttentionIndex(tables, torch.cat(pages), SequenceLens(2, lens, contexts)),
+        AttentionIndex(tables, places, positions, SequenceLens(2, lens, contexts)),
         scale=SCALE,
         window=None,
-        scratch=Scratch(),
     )
     expected = [
         _plain(q_one, k_one, v_one)
@@ -168,11 +283,11 @@ def test_a_mixed_batch_is_attention_over_each_sequence() -> None:
     torch.testing.assert_close(got, torch.cat(expected), rtol=1e-5, atol=1e-5)
 
 
-def _slots(table: Tensor, start: int, end: int) -> Tensor:
+def _slots(table: Tensor, start: int, end: int, kv_heads: int = 2) -> Tensor:
     rows = [
-        (int(table[t // BLOCK]) * 2 + head) * BLOCK + t % BLOCK
+        (int(table[t // BLOCK]) * kv_heads + head) * BLOCK + t % BLOCK
         for t in range(start, end)
-        for head in range(2)
+        for head in range(kv_heads)
     ]
     return torch.tensor(rows)
 

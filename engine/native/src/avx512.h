@@ -24,6 +24,7 @@ inline Floats fma(Floats a, Floats b, Floats c) { return {_mm512_fmadd_ps(a.of, 
 inline Floats max(Floats a, Floats b) { return {_mm512_max_ps(a.of, b.of)}; }
 inline Floats min(Floats a, Floats b) { return {_mm512_min_ps(a.of, b.of)}; }
 inline float sum(Floats x) { return _mm512_reduce_add_ps(x.of); }
+inline float lowest_lane(Floats x) { return _mm512_cvtss_f32(x.of); }
 inline float highest(Floats x) { return _mm512_reduce_max_ps(x.of); }
 inline Floats rounded(Floats x) { return {_mm512_roundscale_ps(x.of, 8)}; }
 inline Floats magnitude(Floats x) { return {_mm512_abs_ps(x.of)}; }
@@ -52,6 +53,34 @@ inline void store(Bfloat16* p, Floats x, int64_t n) {
   _mm256_mask_storeu_epi16(p, first(n), (__m256i)_mm512_cvtneps_pbh(x.of));
 }
 
+// The sum of each of sixteen vectors: pairs are added while they are interleaved, in place of the
+// four steps of each vector's own sum.
+inline Floats sums(const Floats (&x)[16]) {
+  __m512 fours[4];
+  for (int i = 0; i < 4; ++i) {
+    __m512 a = x[4 * i].of, b = x[4 * i + 1].of, c = x[4 * i + 2].of, d = x[4 * i + 3].of;
+    __m512d ab = (__m512d)_mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+    __m512d cd = (__m512d)_mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
+    // In each quarter: what it adds to the sums of a, b, c and d.
+    fours[i] = _mm512_add_ps((__m512)_mm512_unpacklo_pd(ab, cd), (__m512)_mm512_unpackhi_pd(ab, cd));
+  }
+  __m512 halves[2];
+  for (int i = 0; i < 2; ++i) {
+    __m512 a = fours[2 * i], b = fours[2 * i + 1];
+    halves[i] =
+        _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
+  }
+  return {_mm512_add_ps(_mm512_shuffle_f32x4(halves[0], halves[1], 0x88),
+                        _mm512_shuffle_f32x4(halves[0], halves[1], 0xdd))};
+}
+
+inline Words words(const float* p) { return {_mm512_loadu_si512(p)}; }
+inline Words words(const Bfloat16* p) { return {_mm512_loadu_si512(p)}; }
+// The first `n` numbers, the others zero.
+inline Words words(const float* p, int64_t n) { return {_mm512_maskz_loadu_epi32(first(n), p)}; }
+inline Words words(const Bfloat16* p, int64_t n) {
+  return {_mm512_maskz_loadu_epi16(n >= 32 ? ~0u : (1u << n) - 1, p)};
+}
 inline Words load_words(const uint32_t* p) { return {_mm512_load_si512(p)}; }
 inline Words splat_word(uint32_t x) { return {_mm512_set1_epi32(x)}; }
 

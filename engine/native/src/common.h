@@ -22,6 +22,11 @@ struct Kind {};  // Chooses an overload by the type of a matrix's numbers.
 
 constexpr int64_t LANES = 16;
 
+template <int N>
+struct Vectors {  // A number of vectors, as a type.
+  static constexpr int COUNT = N;
+};
+
 inline float wide(float x) { return x; }
 inline float wide(Bfloat16 x) {
   uint32_t bits = uint32_t{x.bits} << 16;

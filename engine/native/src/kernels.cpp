@@ -12,6 +12,7 @@ extern "C" __attribute__((visibility("default"))) int tandem_runs_here() {
 #include "avx512.h"
 #include "functions.h"
 #include "convolution.h"
+#include "attention.h"
 #include "linear.h"
 #include "replay.h"
 #include "norms.h"

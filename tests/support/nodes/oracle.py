@@ -159,22 +159,27 @@ class Runner:
         contexts = [self.sequences[key].length for key in work]
         lens = [len(tokens) for tokens in work.values()]
         packed = SequenceLens(decodes, lens, contexts)
-        positions = [
-            position
-            for context, n in zip(contexts, lens, strict=True)
-            for position in range(context, context + n)
-        ]
+        positions = torch.tensor(
+            [
+                position
+                for context, n in zip(contexts, lens, strict=True)
+                for position in range(context, context + n)
+            ]
+        )
         return ForwardBatch(
             token_ids=torch.tensor([token for tokens in work.values() for token in tokens]),
-            positions=torch.tensor(positions),
+            positions=positions,
             lens=packed,
             group_index=tuple(
-                self._index(group, work, packed) for group in range(len(self.plan.groups))
+                self._index(group, work, packed, positions)
+                for group in range(len(self.plan.groups))
             ),
             logits_rows=torch.arange(len(positions)),
         )
 
-    def _index(self, group: int, work: dict[int, list[int]], lens: SequenceLens) -> GroupIndex:
+    def _index(
+        self, group: int, work: dict[int, list[int]], lens: SequenceLens, positions: Tensor
+    ) -> GroupIndex:
         spec = self.plan.groups[group].spec
         blocks = [self.sequences[key].blocks[group] for key in work]
         if isinstance(spec, MambaSpec):
@@ -190,7 +195,7 @@ class Runner:
             for position in _span(self.sequences[key].length, len(tokens))
             for head in range(spec.num_kv_heads)
         ]
-        return AttentionIndex(torch.tensor(tables), torch.tensor(slots), lens)
+        return AttentionIndex(torch.tensor(tables), torch.tensor(slots), positions, lens)
 
 
 def _plan(config: ModelConfig) -> ArenaPlan:

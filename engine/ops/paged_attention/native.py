@@ -1,0 +1,72 @@
+"""Attention over pages: decodes in one pass over K and V, prefill segments as in `fast.py`."""
+
+from functools import partial
+
+from torch import Tensor
+
+from engine.forward import AttentionCache, AttentionIndex
+from engine.native.kernels import Kernels, pointer
+from engine.ops.paged_attention.fast import prefill
+from engine.ops.scratch import Scratch
+
+
+class NativeAttention:
+    """See `backend.PagedAttention`; pages of the kernels' dtype.
+
+    Scores, weights and sums are float32. A decode's result depends on its sequence alone.
+    """
+
+    def __init__(self, kernels: Kernels, scratch: Scratch) -> None:
+        self._run = kernels.attention
+        self._empty = kernels.empty
+        self._threads = kernels.threads
+        self._scratch = scratch
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor | None,
+        cache: AttentionCache,
+        index: AttentionIndex,
+        *,
+        scale: float,
+        window: int | None,
+    ) -> Tensor:
+        rows, heads, dim = q.shape
+        _, kv_heads, block_size, _ = cache.k_pages.shape
+        decodes = index.lens.num_decodes
+        y = self._empty((rows, heads * dim), q.dtype)
+        self._run(
+            *_rows(q),
+            *_rows(k),
+            *((0, 0, 0) if v is None else _rows(v)),
+            pointer(cache.k_pages),
+            pointer(cache.v_pages),
+            *(rows, decodes, heads, kv_heads, dim, block_size),
+            pointer(index.slot_mapping),
+            pointer(index.block_tables),
+            index.block_tables.stride(0),
+            pointer(index.positions),
+            scale,
+            window or 0,
+            pointer(y),
+            self._threads,
+        )
+        if decodes < len(index.lens.query_lens):
+            one = partial(prefill, scale=scale, scratch=self._scratch, window=window)
+            start = decodes
+            for segment in range(decodes, len(index.lens.query_lens)):
+                end, context = (
+                    start + index.lens.query_lens[segment],
+                    index.lens.context_lens[segment],
+                )
+                part = one(q[start:end], cache, index.block_tables[segment], context=context)
+                y[start:end].view(part.shape).copy_(part)
+                start = end
+        return y
+
+
+def _rows(x: Tensor) -> tuple[int, int, int]:
+    """[T, heads, dim]: its address, and how many numbers apart its rows and its heads are."""
+    return x.data_ptr(), x.stride(0), x.stride(1)
