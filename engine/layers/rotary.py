@@ -32,15 +32,16 @@ class Rotary:
         self.dtype = torch.float32 if rope.wide else dtype
         self.device = device
         self._lookup = ops.lookup
-        self._table = self._build(FIRST_TABLE)
+        self._tables = [self._build(FIRST_TABLE)]
 
     def select(self, batch: ForwardBatch) -> Tensor:
         """[2, T, 1, rotary_dim] of the batch: cosines, and sines with the first half negated."""
         needed = max(map(add, batch.lens.context_lens, batch.lens.query_lens))
-        if needed > self._table.shape[0]:
-            # Twice as long, so that a growing sequence rebuilds it a few times only.
-            self._table = self._build(2 * needed)
-        rows = self._lookup(self._table, batch.positions, self.dtype)
+        if needed > self._tables[-1].shape[0]:
+            # Twice as long, so that a growing sequence rebuilds it a few times only. The shorter
+            # ones stay: recorded passes read them where they lie.
+            self._tables.append(self._build(2 * needed))
+        rows = self._lookup(self._tables[-1], batch.positions, self.dtype)
         return rows.transpose(0, 1).unsqueeze(2)
 
     def _build(self, positions: int) -> Tensor:

@@ -14,6 +14,7 @@ from engine.forward import TORCH_DTYPES, ForwardBatch, LayerCaches
 from engine.model_configs.identity import ModelIdentity, identity_of
 from engine.model_configs.model_config import ModelConfig
 from engine.models.hybrid import build
+from engine.native.kernels import Kernels
 from engine.ops.backend import Ops, ops_for
 from engine.weights.digest import WeightsDigest
 from engine.weights.files import WeightFiles
@@ -21,7 +22,10 @@ from engine.weights.weights import Weights
 
 
 class CausalLM(Protocol):
-    """A model of any family."""
+    """A model of any family. `kernels`: the native ones that it is built of, or None."""
+
+    @property
+    def kernels(self) -> Kernels | None: ...
 
     def forward(self, batch: ForwardBatch, caches: LayerCaches) -> Tensor:
         """Hidden states [tokens, hidden] of the batch; writes K/V and states into `caches`."""
@@ -44,11 +48,11 @@ def load_and_identify(
     """As `load_model`, and the model's identity, from the same bytes. `stop`, once set, ends it."""
     started = time.monotonic()
     ops = _ops(config, device, compute)
-    log.info("loading the model", folder=str(folder), dtype=config.dtype, kernels=ops.kernels)
+    log.info("loading the model", folder=str(folder), dtype=config.dtype, kernels=ops.name)
     with WeightFiles(folder, stop) as files:
         digest = WeightsDigest(files)
         model = _build(files, config, device, ops)
-        identity = identity_of(config, digest.result(), kernels=ops.kernels)
+        identity = identity_of(config, digest.result(), kernels=ops.name)
     seconds = round(time.monotonic() - started, 1)
     log.info("the model is loaded", seconds=seconds, identity=identity.digest)
     return model, identity

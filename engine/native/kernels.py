@@ -54,6 +54,7 @@ class Kernels:
         self.dtype = dtype
         self.threads = threads
         self.calls: Calls | None = None
+        self.torch_work: list[str] = []
         self._workspace = Workspace()
         self._replay = library.tandem_replay
         name = str(dtype).removeprefix("torch.")
@@ -85,6 +86,7 @@ class Kernels:
         try:
             with seen:
                 result = run()
+            self.torch_work = sorted(set(seen.names))
             recording = None if seen.names else Recording(self.calls, self._replay)
         finally:
             self.calls = None

@@ -253,13 +253,13 @@ class MixtureOfExperts(Protocol):
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Ops:
-    """One column of the table; `kernels` is its name in a model's identity.
+    """One column of the table; `native`: the kernels that it calls, or None where torch does all.
 
     A `pool` [units, ...] holds one kind of state of a layer, by unit; the batch's states in it move
     on in place.
     """
 
-    kernels: str
+    native: Kernels | None
     linear: MakeProduct
     norm: MakeNorm
     gated_norm: MakeGatedNorm
@@ -274,12 +274,17 @@ class Ops:
     ssd: StateSpaceDuality
     experts: MixtureOfExperts
 
+    @property
+    def name(self) -> str:
+        """Of the column, in a model's identity."""
+        return "torch" if self.native is None else "native"
+
 
 def torch_ops() -> Ops:
     """Torch's own operators: right on any device. All layers share temporaries."""
     scratch = Scratch()
     return Ops(
-        kernels="torch",
+        native=None,
         linear=TorchLinear,
         norm=TorchNorm,
         gated_norm=TorchGatedNorm,
@@ -308,7 +313,7 @@ def native_ops(kernels: Kernels) -> Ops:
     # a hundred calls.
     return replace(
         torch_ops(),
-        kernels="native",
+        native=kernels,
         linear=linear,
         paged_attention=NativeAttention(kernels, Scratch()),
         norm=partial(NativeNorm, kernels),

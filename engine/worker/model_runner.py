@@ -3,15 +3,20 @@
 Owns the views of the arena and the weights; knows no queues, peers or text.
 """
 
+from collections.abc import Callable
+from functools import partial
+
 import structlog
 import torch
 from torch import Tensor
 
 from engine.arena import ArenaMemory
 from engine.errors import EngineGenerateError
+from engine.forward import ForwardBatch
 from engine.kv_cache.arena_plan import ArenaPlan
 from engine.models.loader import CausalLM
 from engine.step import ModelRunnerOutput, ScheduledRequest, SchedulerOutput
+from engine.worker.decode_graphs import DecodeGraphs
 from engine.worker.input_batch import InputBatcher
 from engine.worker.kv_caches import layer_caches
 from engine.worker.sampler import prompt_logprobs, sample
@@ -31,6 +36,11 @@ class ModelRunner:
         self._plan = plan
         self._caches = layer_caches(arena.tensor[: plan.arena_bytes], plan)
         self._batcher = InputBatcher(plan, arena.tensor.device)
+        self._forward: Callable[[ForwardBatch], Tensor] = partial(
+            model.forward, caches=self._caches
+        )
+        if model.kernels is not None:
+            self._forward = DecodeGraphs(model.kernels, self._forward).forward
         self._num_failed = 0
 
     def prepare(self, output: SchedulerOutput) -> None:
@@ -53,7 +63,7 @@ class ModelRunner:
         sampling = {item.request_id: item.sampling for item in ordered if item.sampling}
         try:
             batch = self._batcher.build(ordered)
-            hidden = self._model.forward(batch, self._caches)
+            hidden = self._forward(batch)
             self._keep_final_states(ordered)
             found = prompt_logprobs(hidden, ordered, self._model.logits)
             logits = self._model.logits(hidden[batch.logits_rows])  # of those that sample

@@ -118,6 +118,8 @@ async def test_nan_ends_its_own_request_only(
 class Stumbling:
     """A model that raises when it is given a certain token."""
 
+    kernels = None
+
     def __init__(self, model: CausalLM, fatal: int) -> None:
         self._model = model
         self._fatal = fatal

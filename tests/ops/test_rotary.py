@@ -81,7 +81,7 @@ def test_frequencies_and_magnitude(
 
 def test_the_magnitude_is_of_cosines_and_of_sines() -> None:
     plain, grown = (
-        Rotary(RopeConfig(1e4, 8, magnitude=size), torch.float32, CPU, ops=torch_ops())._table
+        Rotary(RopeConfig(1e4, 8, magnitude=size), torch.float32, CPU, ops=torch_ops())._tables[-1]
         for size in (1.0, 1.5)
     )
     assert torch.equal(1.5 * plain, grown)
