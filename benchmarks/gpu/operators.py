@@ -23,7 +23,6 @@ from engine.forward import (
 from engine.layers.rotary import Rotary
 from engine.model_configs.feed_forward import Activation
 from engine.model_configs.rope import RopeConfig
-from engine.ops.activation import naive as activations
 from engine.ops.backend import Ops, ops_for, torch_ops
 from engine.ops.causal_conv1d import naive as conv
 from engine.ops.experts import naive as experts
@@ -226,14 +225,12 @@ def _experts(sheet: Sheet, ops: Ops, device: torch.device, *, dtype: torch.dtype
     # Of half of them, so that there are experts without a token.
     chosen = torch.rand(tokens, count // 2).argsort(dim=1)[:, :top_k].contiguous()
     shares = torch.rand(tokens, top_k)
-    up = (torch.randn(count, width, 2 * inner) * width**-0.5).to(dtype)
-    down = (torch.randn(count, inner, width) * inner**-0.5).to(dtype)
-    activation = ops.activation(Activation.SILU, gated=True)
-    rows = (part.to(device) for part in (x, chosen, shares, up, down))
-    found = ops.experts(*rows, activation=activation)
-    wide = (x.float(), chosen, shares, up.float(), down.float())
-    silu = partial(activations.activation, kind=Activation.SILU, gated=True)
-    truth = experts.experts(*wide, activation=silu)
+    up = (torch.randn(count, 2 * inner, width) * width**-0.5).to(dtype)
+    down = (torch.randn(count, width, inner) * inner**-0.5).to(dtype)
+    kind, rows = Activation.SILU, (part.to(device) for part in (x, chosen, shares))
+    run = ops.experts(up.to(device), down.to(device), activation=kind, gated=True)
+    found = run(*rows)
+    truth = experts.experts(x, chosen, shares, up, down, activation=kind, gated=True)
     name = str(dtype).removeprefix("torch.")
     sheet.near(f"experts, {name}", found, truth, limit=LIMITS[dtype])
 

@@ -65,8 +65,6 @@ class Experts:
     def __init__(self, config: ExpertsConfig, weights: Weights, model: ModelConfig) -> None:
         hidden, latent = model.hidden_size, config.latent_size
         self.router = load_router(config.router, weights.below("gate"), hidden)
-        self.run = weights.ops.experts
-        self.activation = weights.ops.activation(config.activation, gated=config.gated)
         self.into = self.back = None
         if latent is not None:
             self.into = load_linear(weights, {"fc1_latent_proj": latent}, inputs=hidden)
@@ -75,37 +73,32 @@ class Experts:
         up = {"gate_proj": inner, "up_proj": inner} if config.gated else {"up_proj": inner}
         own = weights.below("experts")
         merged = "gate_up_proj" if config.gated else "up_proj"
-        self.up = _stacked(own, up, merged=merged, experts=count, inputs=outer)
-        down = {"down_proj": outer}
-        self.down = _stacked(own, down, merged="down_proj", experts=count, inputs=inner)
+        self.run = weights.ops.experts(
+            _stacked(own, up, merged=merged, experts=count, inputs=outer),
+            _stacked(own, {"down_proj": outer}, merged="down_proj", experts=count, inputs=inner),
+            activation=config.activation,
+            gated=config.gated,
+        )
 
     def __call__(self, x: Tensor, residual: Tensor | None, step: ForwardPass) -> Tensor:
-        """Sums over experts, and with the residual, are float32."""
         chosen, shares = self.router(x)
-        inputs = x if self.into is None else self.into(x)
-        y = self.run(inputs, chosen, shares, self.up, self.down, activation=self.activation)
-        if self.back is not None:
-            return self.back(y.to(x.dtype), residual)
-        return y.to(x.dtype) if residual is None else (residual + y).to(residual.dtype)
+        if self.into is None or self.back is None:
+            return self.run(x, chosen, shares, residual)
+        return self.back(self.run(self.into(x), chosen, shares), residual)
 
 
 def _stacked(
     weights: Weights, sizes: dict[str, int], *, merged: str, experts: int, inputs: int
 ) -> Tensor:
-    """Matrices [experts, in, out], the outputs of `sizes` side by side.
-
-    Inputs first: a grouped product on a CPU reads them so up to 1.5 times faster in bfloat16.
-    """
+    """Matrices [experts, out, in], the outputs of `sizes` side by side."""
     outputs = sum(sizes.values())
     if merged in weights:
-        stored = weights.take(merged, (experts, outputs, inputs))
-        return stored.transpose(1, 2).contiguous()
+        return weights.take(merged, (experts, outputs, inputs))
     # One expert at a time, into its place: a layer's experts are most of a model.
-    matrices = torch.empty((experts, inputs, outputs), dtype=weights.dtype, device=weights.device)
+    shape = (experts, outputs, inputs)
+    matrices = torch.empty(shape, dtype=weights.dtype, device=weights.device)
     for expert, matrix in enumerate(matrices):
-        start = 0
-        for name, size in sizes.items():
-            stored = weights.take(f"{expert}.{name}.weight", (size, inputs))
-            matrix[:, start : start + size] = stored.t()
-            start += size
+        parts = matrix.split_with_sizes(list(sizes.values()))
+        for (name, size), part in zip(sizes.items(), parts, strict=True):
+            weights.take(f"{expert}.{name}.weight", (size, inputs), out=part)
     return matrices

@@ -69,6 +69,7 @@ class Kernels:
         self.conv_segment = Kernel(self, f"conv_segment_{name}", "11q")
         self.conv_state = Kernel(self, f"conv_state_{name}", "7q")
         self.attention = Kernel(self, f"attention_{name}", "21qd3q")
+        self.experts = Kernel(self, f"experts_{name}", "15q")
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Memory for a result, contiguous."""

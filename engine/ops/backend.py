@@ -21,7 +21,8 @@ from engine.ops.activation.fast import make_activation
 from engine.ops.activation.native import NativeActivation
 from engine.ops.causal_conv1d.fast import causal_conv1d
 from engine.ops.causal_conv1d.native import NativeConv
-from engine.ops.experts.fast import experts
+from engine.ops.experts.fast import TorchExperts
+from engine.ops.experts.native import NativeExperts
 from engine.ops.gate.fast import gate
 from engine.ops.gate.native import NativeGate
 from engine.ops.gated_delta_rule.fast import gated_delta_rule
@@ -231,24 +232,27 @@ class StateSpaceDuality(Protocol):
     ) -> Tensor: ...
 
 
-class MixtureOfExperts(Protocol):
+class Mixture(Protocol):
     """Every token through its experts: x [T, D], chosen int64 [T, k], shares float32 [T, k].
 
-    up [E, D, U] and down [E, I, D] are products from the right; `activation` takes [n, U] to
-    [n, I]. Returns the sum of share * down(activation(up(x))) over a token's experts, float32
-    [T, D].
+    Returns the sum of share * down(activation(up(x))) over a token's experts, added to `residual`
+    [T, D] in float32; then it is rounded to the dtype of x, which the residual has too.
     """
 
     def __call__(
-        self,
-        x: Tensor,
-        chosen: Tensor,
-        shares: Tensor,
-        up: Tensor,
-        down: Tensor,
-        *,
-        activation: Callable[[Tensor], Tensor],
+        self, x: Tensor, chosen: Tensor, shares: Tensor, residual: Tensor | None = None
     ) -> Tensor: ...
+
+
+class MakeMixture(Protocol):
+    """Of the experts' matrices up [E, U, D] and down [E, D, I], which it keeps in another order.
+
+    `activation` takes U to I numbers, as `MakeActivation` says.
+    """
+
+    def __call__(
+        self, up: Tensor, down: Tensor, *, activation: Activation, gated: bool
+    ) -> Mixture: ...
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -272,7 +276,7 @@ class Ops:
     gated_delta_rule: GatedDeltaRule
     selective_scan: SelectiveScan
     ssd: StateSpaceDuality
-    experts: MixtureOfExperts
+    experts: MakeMixture
 
     @property
     def name(self) -> str:
@@ -297,7 +301,7 @@ def torch_ops() -> Ops:
         gated_delta_rule=partial(gated_delta_rule, scratch=scratch),
         selective_scan=selective_scan,
         ssd=ssd,
-        experts=experts,
+        experts=TorchExperts,
     )
 
 
@@ -309,13 +313,19 @@ def native_ops(kernels: Kernels) -> Ops:
             return TorchLinear(weight, bias)
         return native_linear.NativeLinear(kernels, weight, bias)
 
-    # Whatever is the same in every call is bound or prepared here: a small model's decode step makes
-    # a hundred calls.
+    def experts(up: Tensor, down: Tensor, *, activation: Activation, gated: bool) -> Mixture:
+        if not all(native_linear.is_suited(stacked[0]) for stacked in (up, down)):
+            return TorchExperts(up, down, activation=activation, gated=gated)
+        return NativeExperts(kernels, up, down, activation=activation, gated=gated)
+
+    # All that is the same in every call is bound or prepared once: a small model's decode step
+    # makes a hundred calls.
     return replace(
         torch_ops(),
         native=kernels,
         linear=linear,
         paged_attention=NativeAttention(kernels, Scratch()),
+        experts=experts,
         norm=partial(NativeNorm, kernels),
         gated_norm=partial(NativeGatedNorm, kernels),
         activation=partial(NativeActivation, kernels),

@@ -7,43 +7,81 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engine.layers.experts import Router
-from engine.model_configs.feed_forward import RouterConfig, Scoring
-from engine.ops.experts import fast, naive
+from engine.model_configs.feed_forward import Activation, RouterConfig, Scoring
+from engine.ops.backend import MakeMixture, Mixture
+from engine.ops.experts import naive
+from engine.ops.experts.fast import TorchExperts
+from engine.ops.experts.native import NativeExperts
+from tests.ops.native import native_kernels
 
 
-def halves(x: Tensor) -> Tensor:
-    first, second = x.chunk(2, dim=-1)
-    return first.relu() * second
+def native(up: Tensor, down: Tensor, *, activation: Activation, gated: bool) -> Mixture:
+    return NativeExperts(native_kernels(up.dtype), up, down, activation=activation, gated=gated)
 
 
+@pytest.mark.parametrize("make", [TorchExperts, native])
 @settings(deadline=None, max_examples=60)
 @given(
     tokens=st.integers(1, 40),
     experts=st.integers(1, 9),
-    # 16 bytes are four of them: odd sizes take the loop over experts.
-    width=st.sampled_from([3, 4, 8, 20]),
-    inner=st.sampled_from([1, 4, 12]),
+    # 16 bytes are four of them: in odd sizes torch takes the loop over experts.
+    width=st.sampled_from([2, 4, 6, 20, 70]),
+    inner=st.sampled_from([2, 4, 18, 36]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     data=st.data(),
 )
 def test_grouped_equals_naive(
-    *, tokens: int, experts: int, width: int, inner: int, dtype: torch.dtype, data: st.DataObject
+    *,
+    make: MakeMixture,
+    tokens: int,
+    experts: int,
+    width: int,
+    inner: int,
+    dtype: torch.dtype,
+    data: st.DataObject,
 ) -> None:
     top_k = data.draw(st.integers(1, experts))
     # Few experts are chosen at all in some examples, so that there are groups without a row.
     used = data.draw(st.integers(top_k, experts))
+    kind, gated = data.draw(st.sampled_from(Activation)), data.draw(st.booleans())
     draw = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
     x = torch.randn((tokens, width), generator=draw).to(dtype)
     chosen = torch.rand((tokens, used), generator=draw).argsort(dim=1)[:, :top_k]
     shares = torch.rand((tokens, top_k), generator=draw)
-    up = torch.randn((experts, width, 2 * inner), generator=draw).to(dtype)
-    down = torch.randn((experts, inner, width), generator=draw).to(dtype)
-    got = fast.experts(x, chosen, shares, up, down, activation=halves)
-    expected = naive.experts(x, chosen, shares, up, down, activation=halves)
-    assert got.dtype == torch.float32
+    up = torch.randn((experts, inner * (2 if gated else 1), width), generator=draw).to(dtype)
+    down = torch.randn((experts, width, inner), generator=draw).to(dtype)
+    residual = torch.randn((tokens, width), generator=draw).to(dtype)
+    added = residual if data.draw(st.booleans()) else None
+    got = make(up, down, activation=kind, gated=gated)(x, chosen, shares, added)
+    expected = naive.experts(x, chosen, shares, up, down, activation=kind, gated=gated)
+    if added is not None:
+        expected += added.float()
+    assert got.dtype == dtype
     # Products of bfloat16 are rounded to it, in another order of sums.
-    near = 1e-4 if dtype == torch.float32 else 0.03 * float(expected.abs().max())
-    torch.testing.assert_close(got, expected, rtol=1e-4, atol=near)
+    near = (1e-5 if dtype == torch.float32 else 0.03) * float(expected.abs().max())
+    torch.testing.assert_close(got.float(), expected, rtol=1e-4, atol=near)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_native_row_depends_on_itself_only(dtype: torch.dtype) -> None:
+    """Bit by bit: not on the rows it is computed with, in several blocks, nor on the threads."""
+    tokens, width, inner = 90, 3000, 40
+    draw = torch.Generator().manual_seed(4)
+    x = torch.randn((tokens, width), generator=draw).to(dtype)
+    chosen = torch.rand((tokens, 4), generator=draw).argsort(dim=1)[:, :3]
+    shares = torch.rand((tokens, 3), generator=draw)
+    up = (torch.randn((4, 2 * inner, width), generator=draw) * width**-0.5).to(dtype)
+    down = torch.randn((4, width, inner), generator=draw).to(dtype)
+    together = native(up, down, activation=Activation.SILU, gated=True)(x, chosen, shares)
+    kernels = native_kernels(dtype)
+    kernels.threads = 3 - kernels.threads
+    run = NativeExperts(kernels, up, down, activation=Activation.SILU, gated=True)
+    for start, end in [(0, 1), (1, 4), (4, 30), (30, 90)]:
+        rows = slice(start, end)
+        assert torch.equal(run(x[rows], chosen[rows], shares[rows]), together[rows])
+    expected = naive.experts(x, chosen, shares, up, down, activation=Activation.SILU, gated=True)
+    near = (1e-5 if dtype == torch.float32 else 0.01) * float(expected.abs().max())
+    torch.testing.assert_close(together.float(), expected, rtol=1e-4, atol=near)
 
 
 class TestRouter:

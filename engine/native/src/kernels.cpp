@@ -17,3 +17,4 @@ extern "C" __attribute__((visibility("default"))) int tandem_runs_here() {
 #include "replay.h"
 #include "norms.h"
 #include "elementwise.h"
+#include "experts.h"

@@ -7,38 +7,41 @@
 The ends stay on the device: the host never waits for what the router chose.
 """
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from engine.model_configs.feed_forward import Activation
+from engine.ops.activation.fast import make_activation
 
 ALIGNMENT = 16
 """Bytes: `torch._grouped_mm` takes no rows whose distance is not a multiple of it."""
 
 
-def experts(
-    x: Tensor,
-    chosen: Tensor,
-    shares: Tensor,
-    up: Tensor,
-    down: Tensor,
-    *,
-    activation: Callable[[Tensor], Tensor],
-) -> Tensor:
-    """See `engine.ops.backend.MixtureOfExperts`."""
-    top_k = chosen.shape[1]
-    slots = chosen.flatten()
-    by_expert = slots.argsort(stable=True)
-    every = torch.arange(up.shape[0], device=x.device)
-    # Counting (bincount) would copy its size to the host; a search in the sorted rows does not.
-    ends = torch.searchsorted(slots[by_expert], every, right=True).to(torch.int32)
-    inner = activation(_grouped_product(x[by_expert // top_k], up, ends))
-    outer = _grouped_product(inner, down, ends)
-    # Each token gathers its own rows: a GPU that adds rows to tokens by index does so in any order,
-    # and the same prompt would have other last bits each time.
-    rows_of = by_expert.argsort().view(-1, top_k)
-    return F.embedding_bag(rows_of, outer.float(), per_sample_weights=shares, mode="sum")
+class TorchExperts:
+    """See `backend.Mixture`."""
+
+    def __init__(self, up: Tensor, down: Tensor, *, activation: Activation, gated: bool) -> None:
+        # Inputs first: a grouped product on a CPU reads them so up to 1.5 times faster in bfloat16.
+        self._up, self._down = up.mT.contiguous(), down.mT.contiguous()
+        self._activation = make_activation(activation, gated=gated)
+
+    def __call__(
+        self, x: Tensor, chosen: Tensor, shares: Tensor, residual: Tensor | None = None
+    ) -> Tensor:
+        top_k = chosen.shape[1]
+        slots = chosen.flatten()
+        by_expert = slots.argsort(stable=True)
+        every = torch.arange(self._up.shape[0], device=x.device)
+        # Counting (bincount) would copy its size to the host; a search in the sorted rows does not.
+        ends = torch.searchsorted(slots[by_expert], every, right=True).to(torch.int32)
+        inner = self._activation(_grouped_product(x[by_expert // top_k], self._up, ends))
+        outer = _grouped_product(inner, self._down, ends)
+        # Each token gathers its own rows: a GPU that adds rows to tokens by index does so in any
+        # order, and the same prompt would have other last bits each time.
+        rows_of = by_expert.argsort().view(-1, top_k)
+        y = F.embedding_bag(rows_of, outer.float(), per_sample_weights=shares, mode="sum")
+        return (y if residual is None else residual + y).to(x.dtype)
 
 
 def _grouped_product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
