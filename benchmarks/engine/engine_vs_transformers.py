@@ -19,23 +19,17 @@ import transformers
 import typer
 
 from benchmarks.support import machine, report
-from benchmarks.support.family_models import FAMILIES
-from benchmarks.support.models import (
-    load_reference,
-    random_prompts,
-    save_random,
-    weight_bytes,
-)
+from benchmarks.support.family_models import FAMILIES, SHARED
+from benchmarks.support.floors import stream_floor
+from benchmarks.support.models import load_reference, save_random, weight_bytes
 from benchmarks.support.pairs import Spread, alternate
 from benchmarks.support.plots import grouped_bars
 from benchmarks.support.tandem_engine import TandemNode, Timing
+from benchmarks.support.work import BATCHES, DECODE, PREFILL, Work
 
 SECONDS = (900, 60)
-BATCHES = (1, 8, 32)
-PROMPT_TOKENS = 64
 DECODE_TOKENS = 96
-PREFILL_TOKENS = 2048
-TARGETS = {"decode": 1.5, "prefill": 1.0}
+TARGETS = {DECODE: 1.5, PREFILL: 1.0}
 HEADERS = (
     "case",
     "Tandem tok/s",
@@ -51,36 +45,12 @@ class Case(msgspec.Struct, frozen=True):
     """One measurement: a phase at a batch size."""
 
     model: str
-    phase: str
-    batch: int
+    work: Work
 
     @property
     def name(self) -> str:
         """`gdn decode, batch 8`."""
-        return f"{self.model} {self.work}"
-
-    @property
-    def work(self) -> str:
-        """`decode, batch 8`: the same for all models."""
-        size = f"batch {self.batch}" if self.phase == "decode" else f"{PREFILL_TOKENS} tokens"
-        return f"{self.phase}, {size}"
-
-    @property
-    def prompts(self) -> list[list[int]]:
-        """The same for both sides."""
-        length = PROMPT_TOKENS if self.phase == "decode" else PREFILL_TOKENS
-        return random_prompts(self.batch, length, seed=self.batch)
-
-    @property
-    def tokens(self) -> int:
-        """New tokens per prompt."""
-        return DECODE_TOKENS if self.phase == "decode" else 1
-
-    def rate(self, timing: Timing) -> float:
-        """Tokens per second of the phase that this case is about."""
-        if self.phase == "decode":
-            return timing.decode_tokens / timing.decode_s
-        return PREFILL_TOKENS / timing.first_s
+        return f"{self.model} {self.work.name}"
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -138,20 +108,21 @@ def generate_reference(model: Any, prompts: Sequence[Sequence[int]], tokens: int
 
 def cases_of(model: str, batches: Sequence[int]) -> list[Case]:
     """Prefill, then decode at every batch size."""
-    return [Case(model, "prefill", 1), *(Case(model, "decode", batch) for batch in batches)]
+    decodes = (Work(DECODE, batch, DECODE_TOKENS) for batch in batches)
+    return [Case(model, work) for work in (Work(PREFILL, 1, 1), *decodes)]
 
 
 def measure(
     case: Case, sides: Sides, rounds: int, *, until: float, done: Callable[[], None]
 ) -> Row:
     """One case in alternating rounds; the floor's bandwidth is measured in each of them."""
-    prompts, tokens = case.prompts, case.tokens
+    work = case.work
+    prompts, tokens = work.prompts(SHARED["vocab_size"]), work.new_tokens
     nbytes = weight_bytes(sides.reference)
-    tokens_per_step = case.batch if case.phase == "decode" else PREFILL_TOKENS
     ways = {
-        "tandem": lambda: case.rate(sides.node.generate(prompts, tokens)),
-        "transformers": lambda: case.rate(generate_reference(sides.reference, prompts, tokens)),
-        "floor": lambda: machine.read_bandwidth(nbytes) / nbytes * tokens_per_step,
+        "tandem": lambda: work.rate(sides.node.generate(prompts, tokens)),
+        "transformers": lambda: work.rate(generate_reference(sides.reference, prompts, tokens)),
+        "floor": lambda: stream_floor(work, nbytes),
     }
     rates = alternate(ways, rounds, until=until, done=done)
     spreads = {name: Spread.of(values) for name, values in rates.items()}
@@ -193,7 +164,7 @@ def run(
 
 def cells(row: Row) -> list[str]:
     """One line of the table."""
-    target = TARGETS[row.case.phase]
+    target = TARGETS[row.case.work.phase]
     verdict = "met" if row.ratio.median >= target else "MISSED"
     return [
         row.case.name,
@@ -210,7 +181,7 @@ def plot(rows: Sequence[Row], file: Path) -> None:
     """Ratios as bars by model, one per case."""
     ratios: dict[str, list[Spread]] = {}
     for row in rows:
-        ratios.setdefault(row.case.work, []).append(row.ratio)
+        ratios.setdefault(row.case.work.name, []).append(row.ratio)
     models = list(dict.fromkeys(row.case.model for row in rows))
     grouped_bars(file, models, ratios, ylabel="tokens/s, Tandem / transformers")
 

@@ -9,6 +9,11 @@ import msgspec
 import torch
 
 STREAM_ROUNDS = 10
+GEMM_ROUNDS = 5
+# Rows, and both sides of the square matrix: near the size of a prompt and of a model's layers.
+GEMM_ROWS, GEMM_SIDE = 2048, 1024
+# The row count that oneDNN packs the matrix for.
+PACK_HINT = 64
 
 
 class Machine(msgspec.Struct, frozen=True):
@@ -22,9 +27,9 @@ class Machine(msgspec.Struct, frozen=True):
     load: float
 
 
-def prepare(cpu: str) -> Machine:
-    """One torch thread; this process and its children stay on the cores `cpu` (`0,1`, `all`)."""
-    torch.set_num_threads(1)
+def prepare(cpu: str, threads: int = 1) -> Machine:
+    """Torch's threads; this process and its children stay on the cores `cpu` (`0,1`, `all`)."""
+    torch.set_num_threads(threads)
     load = os.getloadavg()[0]
     cores = os.cpu_count() or 1
     if cpu != "all":
@@ -43,34 +48,56 @@ def use_onednn_matmul() -> None:
 def describe(host: Machine) -> str:
     """The conditions of a run in one line."""
     cores = (
-        f"core {host.pinned_to} of {host.cores}"
+        f"core{'s' if ',' in host.pinned_to else ''} {host.pinned_to} of {host.cores}"
         if host.pinned_to != "all"
         else f"{host.cores} cores"
     )
-    software = f"{host.threads} torch thread, torch {host.torch}"
+    plural = "s" if host.threads > 1 else ""
+    software = f"{host.threads} torch thread{plural}, torch {host.torch}"
     return f"{host.cpu}, {cores}, {software}, load {host.load:.1f}"
 
 
 def read_bandwidth(nbytes: int) -> float:
-    """Bytes per second at which one thread reads `nbytes` again and again: the best of two kernels.
+    """Bytes per second at which torch reads `nbytes` again and again: the best of two kernels.
 
     The size matters: weights that fit a cache stream from there, in the benchmark as in the model.
     """
     rows = torch.ones(nbytes // 4096, 1024)
     vector = torch.ones(1024)
-    rates = [
-        _best_rate(kernel, rows.nbytes) for kernel in (rows.sum, lambda: torch.mv(rows, vector))
-    ]
-    return max(rates)
+    kernels = (rows.sum, lambda: torch.mv(rows, vector))
+    return max(_best_rate(kernel, rows.nbytes, STREAM_ROUNDS) for kernel in kernels)
 
 
-def _best_rate(kernel: Callable[[], object], nbytes: int) -> float:
+def gemm_rate(dtype: torch.dtype) -> float:
+    """Operations per second of a large product of `dtype`, float or int8: the best of two kernels.
+
+    A multiplication and the addition of its result are two operations.
+    """
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randint(-9, 9, (GEMM_ROWS, GEMM_SIDE), generator=draw).to(dtype)
+    weight = torch.randint(-9, 9, (GEMM_SIDE, GEMM_SIDE), generator=draw).to(dtype)
+    kernels: list[Callable[[], object]]
+    if dtype == torch.int8:
+        column_major = weight.t().contiguous().t()
+        kernels = [lambda: torch._int_mm(x, weight), lambda: torch._int_mm(x, column_major)]
+    else:
+        kernels = [lambda: torch.mm(x, weight.t())]
+        if torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+            packed = torch.ops.mkldnn._reorder_linear_weight(weight, PACK_HINT)
+            product = torch.ops.mkldnn._linear_pointwise.default
+            kernels.append(lambda: product(x, packed, None, "none", [], ""))
+    operations = 2 * GEMM_ROWS * GEMM_SIDE**2
+    return max(_best_rate(kernel, operations, GEMM_ROUNDS) for kernel in kernels)
+
+
+def _best_rate(kernel: Callable[[], object], amount: int, rounds: int) -> float:
+    """`amount`, bytes or operations, per second in the fastest of `rounds`."""
     seconds = []
-    for _ in range(STREAM_ROUNDS):
+    for _ in range(rounds):
         started = perf_counter()
         kernel()
         seconds.append(perf_counter() - started)
-    return nbytes / min(seconds)
+    return amount / min(seconds)
 
 
 def _cpu_name() -> str:

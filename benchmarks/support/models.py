@@ -1,4 +1,4 @@
-"""The random checkpoints of the speed benchmarks, 8 to 16 million parameters each, in float32.
+"""The random checkpoints of the speed benchmarks, 8 to 16 million parameters or 98, in float32.
 
 Random weights cost the same arithmetic as trained ones. Knows no engine.
 `python -m benchmarks.support.models NAME FOLDER` saves one, with the demo's tokenizer, for servers
@@ -7,6 +7,7 @@ of any make.
 
 import shutil
 from collections.abc import Mapping
+from math import prod
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -14,8 +15,10 @@ from typing import Any
 import torch
 import transformers
 import typer
+from safetensors import safe_open
 
 from benchmarks.support.family_models import CONTEXT, FAMILIES, SHARED, Make
+from benchmarks.support.large_models import LARGE
 from benchmarks.support.model_folders import DEMO_MODEL
 
 
@@ -57,7 +60,7 @@ def _peer() -> Any:
 # Two kinds of state: a delta rule's, and Mamba2's.
 MODELS = ("gdn", "mamba2")
 WIDE, PEER = "wide", "peer"
-CONFIGS: Mapping[str, Make] = MappingProxyType({**FAMILIES, WIDE: _wide, PEER: _peer})
+CONFIGS: Mapping[str, Make] = MappingProxyType({**FAMILIES, **LARGE, WIDE: _wide, PEER: _peer})
 
 
 def save_random(name: str, folder: Path) -> Path:
@@ -66,6 +69,12 @@ def save_random(name: str, folder: Path) -> Path:
     model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name]())
     model.float().save_pretrained(folder / name)
     return folder / name
+
+
+def add_tokenizer(folder: Path) -> None:
+    """Puts the demo's tokenizer into a checkpoint, for programs that load none without."""
+    for file in DEMO_MODEL.glob("*token*"):
+        shutil.copy(file, folder)
 
 
 def load_reference(folder: Path) -> Any:
@@ -79,10 +88,22 @@ def weight_bytes(model: Any) -> int:
     return sum(parameter.nbytes for parameter in model.parameters())
 
 
-def random_prompts(count: int, length: int, seed: int) -> list[list[int]]:
+def count_parameters(folder: Path) -> int:
+    """Numbers in the files of a checkpoint, where tied weights stand once."""
+    count = 0
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, "pt") as tensors:
+            count += sum(
+                prod(tensors.get_slice(name).get_shape()) for name in tensors.offset_keys()
+            )
+    return count
+
+
+def random_prompts(
+    count: int, length: int, seed: int, *, vocabulary: int = SHARED["vocab_size"]
+) -> list[list[int]]:
     """`count` prompts of `length` random token ids that are neither padding nor end of text."""
     draw = torch.Generator().manual_seed(seed)
-    vocabulary = SHARED["vocab_size"]
     tokens: list[list[int]] = torch.randint(2, vocabulary, (count, length), generator=draw).tolist()
     return tokens
 
@@ -92,8 +113,7 @@ def main(name: str, folder: Path) -> None:
     if name not in CONFIGS:
         raise typer.BadParameter(f"{name!r} is none of {', '.join(CONFIGS)}")
     saved = save_random(name, folder)
-    for file in DEMO_MODEL.glob("*token*"):
-        shutil.copy(file, saved)
+    add_tokenizer(saved)
     typer.echo(saved)
 
 

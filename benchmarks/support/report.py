@@ -79,10 +79,17 @@ class Report:
     """One run of one benchmark. `seconds`: how long it may take, whole and in its quick form."""
 
     def __init__(
-        self, name: str, out: Path, seconds: tuple[float, float], *, cpu: str, quick: bool
+        self,
+        name: str,
+        out: Path,
+        seconds: tuple[float, float],
+        *,
+        cpu: str,
+        quick: bool,
+        threads: int = 1,
     ) -> None:
         self.console = console()
-        self.host = machine.prepare(cpu)
+        self.host = machine.prepare(cpu, threads)
         self._name, self._out, self._quick = name, out, quick
         self._tables: list[Table] = []
         self._plots: list[str] = []

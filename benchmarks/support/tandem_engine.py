@@ -4,11 +4,12 @@ Knows nothing of what they are compared with.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from threading import Event
 from time import perf_counter
+from types import MappingProxyType
 from typing import Self
 
 import msgspec
@@ -27,7 +28,7 @@ from engine.request import Request
 from engine.sched.scheduler import Scheduler
 from engine.types import GenerateRequest, SamplingParams
 from engine.worker.model_runner import ModelRunner
-from serving.config import NodeConfig
+from serving.config import NodeConfig, load_config
 from serving.metrics import NodeMetrics
 from serving.node.connector import Build, NodeConnector, NodeParts
 from serving.node.kv_events import NodeEvents
@@ -63,15 +64,19 @@ def request_of(number: int, prompt: Sequence[int], tokens: int) -> GenerateReque
 
 
 class TandemNode:
-    """A decode node with all its threads and servers; `generate` blocks until the batch is done."""
+    """A decode node with all its threads and servers; `generate` blocks until the batch is done.
 
-    def __init__(self, folder: Path) -> None:
-        config = NodeConfig(
-            model=str(folder),
-            port=0,
-            kv_cache_memory_bytes=ARENA_BYTES,
-            enable_prefix_caching=False,  # rounds repeat their prompts; each is computed anew
-        )
+    `options`: further ones of the node, as its config names them.
+    """
+
+    def __init__(self, folder: Path, options: Mapping[str, object] = MappingProxyType({})) -> None:
+        fixed = {
+            "model": str(folder),
+            "port": 0,
+            "kv_cache_memory_bytes": ARENA_BYTES,
+            "enable_prefix_caching": False,  # rounds repeat their prompts; each is computed anew
+        }
+        config = load_config(NodeConfig, None, {**fixed, **options})
         self._loop = asyncio.Runner()
         self._node = NodeServer(config, "decode", builder_of)
         self._loop.run(self._node.start())
@@ -98,6 +103,11 @@ class TandemNode:
         async for output in self._node.engine.generate(request):
             times += [perf_counter()] * len(output.token_ids)
         return times
+
+
+def state_bytes(folder: Path, dtype: str) -> int:
+    """Bytes of one sequence's states in all layers."""
+    return plan_arena(read_config(folder, dtype).groups, 16, ARENA_BYTES).state_bytes
 
 
 class BareCore:
