@@ -59,6 +59,7 @@ model: $(STAMP) ## train the small model that the demo serves, half an hour
 
 bench: $(STAMP) ## all benchmarks but the soak, an hour on an idle machine; prints the path of its page
 	$(BIN)/python -m benchmarks.engine.decode_overhead
+	$(BIN)/python -m benchmarks.engine.engine_vs_llama
 	$(BIN)/python -m benchmarks.engine.engine_vs_transformers
 	$(BIN)/python -m benchmarks.engine.loading
 	$(BIN)/python -m benchmarks.hand_over.transfer

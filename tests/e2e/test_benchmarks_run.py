@@ -22,6 +22,7 @@ SCRIPTS = {
     "colocated": ("serving.colocated",),
     "conversation": ("serving.conversation",),
     "decode_overhead": ("engine.decode_overhead",),
+    "engine_vs_llama": ("engine.engine_vs_llama",),
     "engine_vs_transformers": ("engine.engine_vs_transformers",),
     "hand_over": ("hand_over",),
     "kv_cache_cost": ("cache", "cost"),
