@@ -5,7 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.engine.engine_vs_llama import Case, Peer, Row, lines
 from benchmarks.support.llama_cpp import LlamaCpp, LlamaCppError, decode_speed, prefill_speed
+from benchmarks.support.pairs import Spread
+from benchmarks.support.work import DECODE, PREFILL, Work
 
 # As version 0c1e570 prints them, but for fields that say how it was started.
 DECODED = {"n_batch": 2048, "pp": 64, "tg": 8, "pl": 2, "t_tg": 0.294, "speed_tg": 54.4, "t": 0.8}
@@ -50,3 +53,28 @@ def test_programs_that_are_not_there_are_named(tmp_path: Path) -> None:
         (tmp_path / name).touch()
     with pytest.raises(LlamaCppError, match=r"no .*llama-batched-bench$"):
         LlamaCpp(tmp_path / "llama-bench", tmp_path / "convert.py", threads=1)
+
+
+@pytest.mark.parametrize(
+    ("precision", "work", "kinds", "targets"),
+    [
+        (
+            "bf16",
+            Work(DECODE, 8, 64),
+            ("bf16", "q8_0"),
+            ["ratio >= 1.3 met", "ratio >= 1.3 MISSED"],
+        ),
+        ("bf16", Work(DECODE, 1, 96), ("bf16", "q8_0"), ["ratio >= 1.0 met", "-"]),
+        ("f32", Work(DECODE, 1, 96), ("f32",), ["floor >= 0.8 MISSED"]),
+        ("f32", Work(DECODE, 8, 64), ("f32",), ["-"]),
+        ("f32", Work(PREFILL, 1, 1), (), ["floor >= 0.75 MISSED"]),
+    ],
+)
+def test_a_line_per_file_has_the_target_of_its_own_ratio(
+    precision: str, work: Work, kinds: tuple[str, ...], targets: list[str]
+) -> None:
+    speed = Spread(100.0, 90.0, 110.0)
+    ratios = {"f32": 2.0, "bf16": 1.3, "q8_0": 1.2}
+    peers = [Peer(kind, speed, Spread(ratios[kind], 0.1, 9.0)) for kind in kinds]
+    row = Row(Case("m", precision, work), speed, speed, speed, Spread(0.7, 0.6, 0.9), peers)
+    assert [line[-1] for line in lines(row)] == targets
