@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
+from math import nan
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated
@@ -39,6 +40,7 @@ DECODE_TOKENS = MappingProxyType({1: 96, 8: 64, 32: 32})
 WARM_TOKENS = 2
 # 32 sequences with states of 8 MB each.
 ARENA_BYTES = 1 << 30
+ABSENT = Spread(nan, nan, nan)
 HEADERS = (
     "case",
     "Tandem tok/s",
@@ -281,18 +283,20 @@ def _speed(spread: Spread) -> str:
 
 def plot(rows: Sequence[Row], file: Path) -> None:
     """Ratios as bars by model and file, one per phase and batch; without a peer, of the floor."""
-    bars: dict[str, list[Spread]] = {}
-    labels: dict[str, None] = {}
+    ratios: dict[tuple[str, str], Spread] = {}
     for row in rows:
         for peer in row.shown:
             beside = f", beside {peer.kind}" if peer else ""
-            labels[f"{row.case.model}, {row.case.precision}{beside}"] = None
-    is_beside = any(row.peers for row in rows)
-    for row in rows:
-        ratios = [peer.ratio for peer in row.peers] or [row.of_floor]
-        bars.setdefault(row.case.work.name, []).extend(ratios)
-    below = "llama.cpp" if is_beside else "lower floor"
-    grouped_bars(file, list(labels), bars, ylabel=f"tokens/s, Tandem / {below}")
+            label = f"{row.case.model}, {row.case.precision}{beside}"
+            ratios[label, row.case.work.name] = peer.ratio if peer else row.of_floor
+    labels = [*dict.fromkeys(label for label, _ in ratios)]
+    # With --only a model may lack cases that another has.
+    bars = {
+        work: [ratios.get((label, work), ABSENT) for label in labels]
+        for work in dict.fromkeys(work for _, work in ratios)
+    }
+    below = "llama.cpp" if any(row.peers for row in rows) else "lower floor"
+    grouped_bars(file, labels, bars, ylabel=f"tokens/s, Tandem / {below}")
 
 
 def main(
