@@ -111,12 +111,15 @@ class Peer(msgspec.Struct, frozen=True):
 
 
 class Row(msgspec.Struct, frozen=True):
-    """Tokens per second of one case; `of_floor`: Tandem's ratio to the lower floor by round."""
+    """Tokens per second of one case; `of_floor`: Tandem's ratio to the lower floor.
+
+    The floors are the highest of all rounds: one that a slow moment of the machine lowers is none.
+    """
 
     case: Case
     tandem: Spread
-    stream: Spread
-    gemm: Spread
+    stream: float
+    gemm: float
     of_floor: Spread
     peers: list[Peer]
 
@@ -168,14 +171,13 @@ def measure(
     for kind in sides.files:
         ways[kind] = partial(sides.peer_speed, kind, work)
     rates = alternate(ways, rounds, warmups=0, until=until, done=done)
-    tandem = rates["tandem"]
-    lower = [min(both) for both in zip(rates["stream"], rates["gemm"], strict=True)]
+    tandem, stream, gemm = rates["tandem"], max(rates["stream"]), max(rates["gemm"])
     return Row(
         case,
         Spread.of(tandem),
-        Spread.of(rates["stream"]),
-        Spread.of(rates["gemm"]),
-        Spread.of_ratio(tandem, lower),
+        stream,
+        gemm,
+        Spread.of([speed / min(stream, gemm) for speed in tandem]),
         [
             Peer(kind, Spread.of(rates[kind]), Spread.of_ratio(tandem, rates[kind]))
             for kind in sides.files
@@ -265,8 +267,8 @@ def lines(row: Row) -> list[list[str]]:
         made.append(
             [
                 f"{row.case.name}{beside}",
-                _speed(row.tandem),
-                _speed(peer.speed) if peer else "-",
+                _speed(row.tandem.median),
+                _speed(peer.speed.median) if peer else "-",
                 peer.ratio.show() if peer else "-",
                 _speed(row.stream),
                 _speed(row.gemm),
@@ -277,8 +279,8 @@ def lines(row: Row) -> list[list[str]]:
     return made
 
 
-def _speed(spread: Spread) -> str:
-    return f"{spread.median:,.0f}" if spread.median >= 100 else f"{spread.median:.1f}"
+def _speed(speed: float) -> str:
+    return f"{speed:,.0f}" if speed >= 100 else f"{speed:.1f}"
 
 
 def plot(rows: Sequence[Row], file: Path) -> None:
@@ -342,8 +344,8 @@ def publish(rows: Sequence[Row], rounds: int, found: report.Report) -> None:
     """The table and its plot."""
     note = (
         f"median of at most {rounds} rounds, tokens/s; {describe(found.host)}; stream floor: "
-        "weights read once and states read and written once per step at the bandwidth of the same "
-        "rounds; GEMM floor: all parameters at the rate of a large product in the same rounds"
+        "weights read once and states read and written once per step at the best bandwidth of "
+        "the same rounds; GEMM floor: all parameters at the best rate of a large product in them"
     )
     table = [line for row in rows for line in lines(row)]
     found.publish("Engine and llama.cpp", headers=HEADERS, rows=table, note=note)

@@ -9,7 +9,7 @@ import msgspec
 import torch
 
 STREAM_ROUNDS = 10
-GEMM_ROUNDS = 5
+GEMM_ROUNDS = 10
 # Rows, and both sides of the square matrix: near the size of a prompt and of a model's layers.
 GEMM_ROWS, GEMM_SIDE = 2048, 1024
 # The row count that oneDNN packs the matrix for.

@@ -76,5 +76,5 @@ def test_a_line_per_file_has_the_target_of_its_own_ratio(
     speed = Spread(100.0, 90.0, 110.0)
     ratios = {"f32": 2.0, "bf16": 1.3, "q8_0": 1.2}
     peers = [Peer(kind, speed, Spread(ratios[kind], 0.1, 9.0)) for kind in kinds]
-    row = Row(Case("m", precision, work), speed, speed, speed, Spread(0.7, 0.6, 0.9), peers)
+    row = Row(Case("m", precision, work), speed, 200.0, 150.0, Spread(0.7, 0.6, 0.9), peers)
     assert [line[-1] for line in lines(row)] == targets
