@@ -142,7 +142,8 @@ def _run(command: Sequence[str]) -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=RUN_S, check=True)
     except subprocess.CalledProcessError as error:
-        raise LlamaCppError(f"{error}: {error.stderr[-TAIL:]}") from error
+        ended = f"{command[0]} ... {command[-1]} ended with {error.returncode}"
+        raise LlamaCppError(f"{ended}: {error.stderr[-TAIL:]}") from error
     except (OSError, subprocess.TimeoutExpired) as error:
         raise LlamaCppError(str(error)) from error
     return done.stdout
@@ -182,7 +183,7 @@ def _nemotron_h(config: Config) -> Config:
     kept = {
         key: value for key, value in config.items() if key not in dropped and "expert" not in key
     }
-    return {**kept, "hybrid_override_pattern": pattern}
+    return {**kept, "hybrid_override_pattern": pattern, "num_hidden_layers": len(pattern)}
 
 
 _REWORD: Mapping[str, Callable[[Config], Config]] = MappingProxyType(
