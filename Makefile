@@ -7,7 +7,8 @@ STAMP := $(VENV)/.installed
 # Three for two cores: nearly half of the tests' time is spent waiting for other processes.
 WORKERS := $(shell echo $$(($$(nproc) < 4 ? ($$(nproc) * 3 + 1) / 2 : 6)))
 SITE := $(BIN)/python -m sphinx --quiet --fail-on-warning --conf-dir docs . docs/_build
-PYTEST := $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadscope --no-loadscope-reorder
+# Hundreds of processes import the same files, also where images forbid to keep them compiled.
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadscope --no-loadscope-reorder
 
 .PHONY: help setup demo serve test test-long check tree proto docs model bench clean
 
