@@ -60,7 +60,7 @@ WRONG = [
 def test_a_secret_that_is_none_ends_the_start_with_one_line(tmp_path: Path) -> None:
     """As a Kubernetes secret that is not there leaves it, or a file that ends with a line end."""
     for command, environment, told in WRONG:
-        done = run_command(tmp_path, *command, **environment)
+        done = run_command(tmp_path, *command, environment=environment)
         assert done.returncode == 2, done
         assert told in done.stderr
         assert done.stderr.count("\n") == 1, done

@@ -1,8 +1,6 @@
 """Two hosts as users start them: `--host 0.0.0.0`, a token, no word on transports; and a doctor."""
 
 import json
-import subprocess
-import sys
 import time
 import urllib.request
 from pathlib import Path
@@ -12,6 +10,7 @@ import pytest
 
 from tests.support.network.two_hosts import Host, TwoHosts
 from tests.support.nodes.asking import question
+from tests.support.nodes.forks import run_command
 from tests.support.nodes.pairs import prompt_of
 from tests.support.nodes.processes import API_KEY, SECRETS, ServerProcess
 
@@ -30,13 +29,10 @@ def proxy_on(host: Host, log: Path, p: ServerProcess, d: ServerProcess) -> Serve
     return host.start("proxy", log, *nodes).wait_until_serving()
 
 
-def doctor(host: Host, p: ServerProcess, d: ServerProcess) -> str:
+def doctor(host: Host, folder: Path, p: ServerProcess, d: ServerProcess) -> str:
     """The doctor's output on a host."""
     keys = ("--cluster-token", SECRETS[3], "--api-key", API_KEY)
-    inside = ("ip", "netns", "exec", host.name, sys.executable, "-m", "connector.doctor")
-    done = subprocess.run(
-        [*inside, p.url, d.url, *keys], capture_output=True, text=True, timeout=90, check=False
-    )
+    done = run_command(folder, "connector.doctor", p.url, d.url, *keys, settle=host.settle)
     assert not done.stderr, done.stderr
     return done.stdout
 
@@ -59,7 +55,7 @@ def test_wildcard_hosts_with_a_token_hand_over_by_what_reaches_both(
         assert json.loads(line)["transport"] == transport
         nodes = {"d0": "serving", "p0": "serving"}
         assert host.do(ready, proxy) == {"status": "ready", "reasons": [], "nodes": nodes}
-        said = doctor(host, p, node)
+        said = doctor(host, tmp_path, p, node)
         assert f"transport: {transport}" in said, said
         assert "WRONG" not in said
     hosts.stop_servers()
@@ -90,7 +86,7 @@ def test_a_p_that_advertises_loopback_costs_local_prefills_said_once(
     assert d.said.count("a hand-over failed") == 1
     assert proxy.said.count("a pair of nodes is not used") == 1
     assert hosts.d.do(proxy.metrics)["tandem_proxy_local_prefills_total"] >= 4
-    found = doctor(hosts.d, p, d)
+    found = doctor(hosts.d, tmp_path, p, d)
     assert "WRONG" in found
     assert "--advertise-host" in found
     hosts.stop_servers()

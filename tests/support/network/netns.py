@@ -20,6 +20,7 @@ import pytest
 CLONE_NEWNS = 0x00020000
 CLONE_NEWNET = 0x40000000
 MS_REC_SLAVE = 0x4000 | 0x80000
+MS_BIND = 0x1000
 MNT_DETACH = 2
 COMMAND_S = 30.0
 
@@ -116,6 +117,11 @@ def move_in(namespace: str) -> None:
     _call("mount", b"none", b"/", None, MS_REC_SLAVE, None)
     _call("umount2", b"/sys", MNT_DETACH)
     _call("mount", namespace.encode(), b"/sys", b"sysfs", 0, None)
+
+
+def see_file(file: Path, place: Path) -> None:
+    """This process, which has moved in, finds `file` at `place` from now on."""
+    _call("mount", bytes(file), bytes(place), None, MS_BIND, None)
 
 
 def received_bytes(device: str) -> int:

@@ -19,7 +19,15 @@ from typing import Any, TypeVar
 
 import pytest
 
-from tests.support.network.netns import End, cable, enter, namespaces, skip_if_impossible
+from tests.support.network.netns import (
+    End,
+    cable,
+    enter,
+    move_in,
+    namespaces,
+    see_file,
+    skip_if_impossible,
+)
 from tests.support.network.relay import Relay
 from tests.support.nodes.asking import REMOTE_DECODE, question
 from tests.support.nodes.pairs import arena_for
@@ -28,6 +36,7 @@ from tests.support.nodes.processes import API_KEY, NODE_FLAGS, SECRETS, ServerPr
 ANSWER_S = 60.0
 MAX_TOKENS = 120
 MID_PULL_BYTES = 20_000  # more than all control messages of a hand-over, less than its blocks
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 Made = TypeVar("Made")
 
 
@@ -46,8 +55,13 @@ class Host:
     @property
     def inside(self) -> tuple[str, ...]:
         """Runs a command on this host, where it sees a kernel that was booted on its own."""
-        seen = 'mount --bind "$0" /proc/sys/kernel/random/boot_id && exec "$@"'
+        seen = f'mount --bind "$0" {BOOT_ID} && exec "$@"'
         return ("ip", "netns", "exec", self.name, "sh", "-c", seen, str(self._boot_id))
+
+    @property
+    def settle(self) -> Callable[[], None]:
+        """The same for a fork, which calls this first."""
+        return partial(_settle, self.name, self._boot_id)
 
     def launch(self, kind: str, model: Path, log: Path, *flags: str) -> ServerProcess:
         """A node that listens on this host's end of the cable; it does not serve yet."""
@@ -57,7 +71,7 @@ class Host:
 
     def start(self, kind: str, log: Path, *flags: str) -> ServerProcess:
         """A server that does not serve yet."""
-        server = ServerProcess.launch(log, kind, *flags, inside=self.inside, UCX_TLS="tcp")
+        server = ServerProcess.launch(log, kind, *flags, inside=self.settle, UCX_TLS="tcp")
         self.servers.append(server)
         return server
 
@@ -107,6 +121,11 @@ class Host:
         with urllib.request.urlopen(request, timeout=ANSWER_S) as reply:
             answer: dict[str, Any] = json.loads(reply.read())
         return answer
+
+
+def _settle(name: str, boot_id: Path) -> None:
+    move_in(name)
+    see_file(boot_id, BOOT_ID)
 
 
 @dataclass(slots=True, frozen=True)

@@ -10,10 +10,11 @@ import runpy
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 COMMAND_S = 60.0
@@ -47,11 +48,15 @@ class Fork:
         environment: Mapping[str, str],
         *,
         output: Path | None = None,
+        settle: Callable[[], None] | None = None,
     ) -> None:
-        """`log` gets its errors, and `output`, if there is one, what it prints."""
+        """`log` gets its errors, and `output`, if there is one, what it prints.
+
+        It calls `settle` first, on its only thread.
+        """
         paths = log, output or Path(os.devnull)
         self._process: ForkServerProcess = forks().Process(
-            target=_run, args=(module, arguments, paths, dict(environment)), daemon=False
+            target=_run, args=(module, arguments, paths, dict(environment), settle), daemon=False
         )
         self._process.start()
         assert self._process.pid is not None
@@ -79,23 +84,36 @@ class Fork:
         os.kill(self.pid, signal.SIGTERM)
 
 
-def run_command(folder: Path, module: str, *arguments: str, **environment: str) -> Command:
-    """`python -m MODULE ARGUMENTS` from its start to its end."""
+def run_command(
+    folder: Path,
+    module: str,
+    *arguments: str,
+    settle: Callable[[], None] | None = None,
+    environment: Mapping[str, str] = MappingProxyType({}),
+) -> Command:
+    """`python -m MODULE ARGUMENTS` from its start to its end; it calls `settle` first."""
     output, errors = folder / "stdout", folder / "stderr"
     for path in (output, errors):
         path.write_bytes(b"")
-    fork = Fork(module, arguments, errors, {**os.environ, **environment}, output=output)
+    every = {**os.environ, **environment}
+    fork = Fork(module, arguments, errors, every, output=output, settle=settle)
     return Command(fork.wait(COMMAND_S), output.read_text(), errors.read_text())
 
 
 def _run(
-    module: str, arguments: tuple[str, ...], paths: tuple[Path, Path], environment: dict[str, str]
+    module: str,
+    arguments: tuple[str, ...],
+    paths: tuple[Path, Path],
+    environment: dict[str, str],
+    settle: Callable[[], None] | None,
 ) -> None:
     for path, stream in zip(paths, (sys.stderr, sys.stdout), strict=True):
         with path.open("ab") as file:
             os.dup2(file.fileno(), stream.fileno())
     os.environ.clear()
     os.environ.update(environment)
+    if settle is not None:
+        settle()
     sys.argv = [module, *arguments]
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -1,6 +1,6 @@
 """Servers as real processes: `python -m prefill_node MODEL ...`, forked to spare the imports.
 
-On other hosts a user's command starts them. What they say goes to a file; what they hold is read
+In a container's stead a command starts them. What they say goes to a file; what they hold is read
 from outside.
 """
 
@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -76,13 +76,23 @@ class ServerProcess:
 
     @classmethod
     def launch(
-        cls, log: Path, module: str, *arguments: str, inside: Sequence[str] = (), **environment: str
+        cls,
+        log: Path,
+        module: str,
+        *arguments: str,
+        inside: Sequence[str] | Callable[[], None] = (),
+        **environment: str,
     ) -> "ServerProcess":
-        """Returns at once, so that several start together; `inside`: a command that runs it."""
+        """Returns at once, so that several start together.
+
+        `inside`: a command that runs it, or what it calls before all else, as a fork.
+        """
         every = {**os.environ, **environment}
         log.write_bytes(b"")
         if not inside:
             return cls(module, log, Fork(module, arguments, log, every))
+        if callable(inside):
+            return cls(module, log, Fork(module, arguments, log, every, settle=inside))
         with log.open("wb") as file:
             process = subprocess.Popen(
                 [*inside, sys.executable, "-m", module, *arguments],
