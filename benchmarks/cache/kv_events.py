@@ -14,7 +14,7 @@ import typer
 
 from benchmarks.cache import kv_events_load as load
 from benchmarks.support import machine, report
-from benchmarks.support.pairs import Spread, alternate
+from benchmarks.support.pairs import Spread, alternate, turns
 from benchmarks.support.plots import grouped_bars
 from engine.kv_cache.listener import CachedBlocks, CachedStates
 from serving.kv_events.event_log import CacheMirror
@@ -91,13 +91,12 @@ def main(
 ) -> None:
     """The cost of events by parts, and to the steps of an engine."""
     found = report.Report("kv_events", out, SECONDS, cpu=cpu, quick=quick)
-    warmups = load.WARMUPS
     if quick:
-        rounds, engine_rounds, warmups = QUICK_ROUNDS, 1, 0
+        rounds, engine_rounds = QUICK_ROUNDS, 1
     by_part = parts(found, rounds)
-    total = 2 * (engine_rounds + warmups) * len(load.LOADS)
+    total = 2 * turns(engine_rounds, load.WARMUPS) * len(load.LOADS)
     with report.progress(found.console, total) as describe:
-        measured = load.measure(engine_rounds, warmups, describe("engine"), until=found.share(1))
+        measured = load.measure(engine_rounds, describe("engine"), until=found.share(1))
     rows = [load.row(name, steps) for name, steps in measured.items()]
     host = machine.describe(found.host)
     note = f"median (lowest-highest) of at most {engine_rounds} rounds; {host}"

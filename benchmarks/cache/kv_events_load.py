@@ -68,7 +68,7 @@ class Engine:
 
 
 def measure(
-    rounds: int, warmups: int, done: Callable[[], None], *, until: float
+    rounds: int, done: Callable[[], None], *, until: float
 ) -> dict[str, dict[str, list[StepTime]]]:
     """By load the steps by round, with events `off` and `on`, until `until` (monotonic)."""
     with ExitStack() as stack:
@@ -82,7 +82,7 @@ def measure(
         for number, (load, sizes) in enumerate(LOADS.items()):
             ends_at = share(until, len(LOADS) - number)
             ways = {name: partial(engine.run, *sizes) for name, engine in engines.items()}
-            results[load] = alternate(ways, rounds, warmups=warmups, until=ends_at, done=done)
+            results[load] = alternate(ways, rounds, warmups=WARMUPS, until=ends_at, done=done)
     return results
 
 

@@ -26,7 +26,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks.support import machine, report
 from benchmarks.support.models import MODELS, random_prompts, save_random
-from benchmarks.support.pairs import Spread, alternate
+from benchmarks.support.pairs import Spread, alternate, turns
 from benchmarks.support.plots import grouped_bars
 from benchmarks.support.tandem_engine import ARENA_BYTES, BareCore, request_of
 from serving.config import NodeConfig
@@ -127,7 +127,7 @@ def run(
 ) -> list[Row]:
     """Every model at every batch size."""
     rows: list[Row] = []
-    total = len(models) * len(batches) * 2 * (rounds + 1)
+    total = len(models) * len(batches) * 2 * turns(rounds)
     left = len(models) * len(batches)
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -153,7 +153,7 @@ def _measure_batch(
     until: float,
     done: Callable[[], None],
 ) -> Row:
-    tokens = 2 * STEPS * (rounds + 1) + WARM_STEPS + PROMPT_TOKENS
+    tokens = 2 * STEPS * turns(rounds) + WARM_STEPS + PROMPT_TOKENS
     options = NodeConfig(
         max_num_seqs=batch, enable_prefix_caching=False, kv_cache_memory_bytes=ARENA_BYTES
     )

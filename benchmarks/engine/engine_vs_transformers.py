@@ -22,7 +22,7 @@ from benchmarks.support import machine, report
 from benchmarks.support.family_models import FAMILIES, SHARED
 from benchmarks.support.floors import stream_floor
 from benchmarks.support.models import load_reference, save_random, weight_bytes
-from benchmarks.support.pairs import Spread, alternate
+from benchmarks.support.pairs import Spread, alternate, turns
 from benchmarks.support.plots import grouped_bars
 from benchmarks.support.tandem_engine import TandemNode, Timing
 from benchmarks.support.work import BATCHES, DECODE, PREFILL, Work
@@ -140,7 +140,7 @@ def run(
 ) -> list[Row]:
     """All cases of all models."""
     left = sum(len(cases_of(name, batches)) for name in models)
-    total = left * 3 * (rounds + 1)
+    total = left * 3 * turns(rounds)
     rows: list[Row] = []
     with (
         tempfile.TemporaryDirectory() as folder,

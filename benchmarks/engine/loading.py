@@ -35,7 +35,7 @@ import typer
 from safetensors.torch import save_file
 
 from benchmarks.support import machine, report
-from benchmarks.support.pairs import Spread, Way, alternate
+from benchmarks.support.pairs import Spread, Way, alternate, turns
 from benchmarks.support.plots import grouped_bars
 from engine.families.registry import read_config
 from engine.models.loader import load_and_identify
@@ -194,7 +194,7 @@ class Bench:
 
 def run(rounds: int, found: report.Report, *, layers: int) -> list[Row]:
     """Warm rounds, then cold ones."""
-    total = (2 + len(WARM) + 2) * (rounds + 1)
+    total = (2 + len(WARM) + 2) * turns(rounds)
     spawn = multiprocessing.get_context("spawn")
     with (
         tempfile.TemporaryDirectory() as folder,

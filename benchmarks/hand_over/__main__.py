@@ -29,7 +29,7 @@ from benchmarks.hand_over.overlap import Overlap, measure_overlap
 from benchmarks.hand_over.pd_pair import Pair, pair
 from benchmarks.support import machine, report
 from benchmarks.support.models import WIDE, save_random
-from benchmarks.support.pairs import Spread
+from benchmarks.support.pairs import Spread, turns
 from benchmarks.support.plots import grouped_bars
 from serving.process import configure_logging
 
@@ -58,7 +58,7 @@ class Size(NamedTuple):
     pulls: int
 
 
-WHOLE, QUICK = Size((64, 1_024), 7_900, 6), Size((64,), 4_096, 3)
+WHOLE, QUICK = Size((64, 1_024), 7_900, 6), Size((64,), 1_024, 2)
 
 
 @contextmanager
@@ -79,7 +79,7 @@ def run(
 ) -> tuple[list[ControlRow], list[Overlap]]:
     """Control of every length, then overlap of every transport."""
     control: list[ControlRow] = []
-    total = (rounds + 1) * len(transports) * (2 * len(size.control) + 3)
+    total = turns(rounds) * len(transports) * (2 * len(size.control) + 3)
     with asyncio.Runner() as loop, report.progress(found.console, total) as tell:
         tell("starting the nodes")
         with pairs(loop, transports) as opened:

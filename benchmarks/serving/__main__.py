@@ -31,6 +31,7 @@ from benchmarks.serving.points import Point, Rounds, Sweep
 from benchmarks.serving.rows import HEADERS, Row, agreement_of, draw, failures, rows_of
 from benchmarks.serving.targets import targets_of
 from benchmarks.support import machine, report
+from benchmarks.support.pairs import turns
 from benchmarks.support.processes import ctrl_c_later
 from engine.errors import ConfigError
 from serving.cli import command_app
@@ -50,7 +51,7 @@ def run(options: ServingOptions, found: report.Report) -> dict[Point, Rounds]:
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as loop,
         Sweep(options, loop, found.ends_at) as sweep,
     ):
-        total = len(points) * len(targets) * (rounds + 1)
+        total = len(points) * len(targets) * turns(rounds)
         with report.progress(found.console, total) as describe:
             describe(f"up to {len(load)} requests to the reference")
             sweep.connect(targets, reference, load)

@@ -30,7 +30,7 @@ from benchmarks.serving.outputs import failure
 from benchmarks.support import machine, report
 from benchmarks.support.cluster import NAME, cluster
 from benchmarks.support.models import WIDE, random_prompts, save_random
-from benchmarks.support.pairs import Spread, alternate
+from benchmarks.support.pairs import Spread, alternate, turns
 from benchmarks.support.plots import grouped_bars
 
 SECONDS = (300, 60)
@@ -108,7 +108,7 @@ def measure(
     rows: list[Row] = []
     agreements = dict.fromkeys(NODES, Agreement())
     with ExitStack() as stack:
-        total = len(size.prompts) * len(NODES) * (1 + rounds)
+        total = len(size.prompts) * len(NODES) * turns(rounds)
         describe = stack.enter_context(report.progress(found.console, total))
         describe("two clusters")
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))

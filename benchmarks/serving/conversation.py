@@ -45,7 +45,10 @@ from serving.cli import command_app
 
 PURPOSE = "Hit tokens of P and D, and bytes pulled, by turn of a conversation."
 QUICK_S = 120.0
-QUICK: dict[str, Any] = {"users": 2, "turns": 3, "think": 0.1, "rounds": 1}
+QUICK: dict[str, Any] = {
+    **{"users": 2, "turns": 3, "think": 0.1, "rounds": 1},
+    **{"random_prefix_len": 64, "random_input_len": 64, "added_len": 32, "output_len": 8},
+}
 THINK_SIGMA = 1.1
 MOVED = "tandem:kv_transfer_bytes D"
 RESERVE_S = 15.0

@@ -43,6 +43,11 @@ def share(until: float, left: int) -> float:
     return now + max(0.0, until - now) / left
 
 
+def turns(rounds: int, warmups: int = 1) -> int:
+    """How often `alternate` runs every way: one round measures little, and gets no warm-up."""
+    return rounds + warmups if rounds > 1 else rounds
+
+
 def alternate(
     ways: Mapping[str, Way[T]],
     rounds: int,
@@ -51,7 +56,7 @@ def alternate(
     until: float = math.inf,
     done: Callable[[], None],
 ) -> dict[str, list[T]]:
-    """Results of every way by round, after `warmups` rounds that do not count.
+    """Results of every way by round, after `warmups` rounds that do not count (see `turns`).
 
     The order turns by one each round. `done` is called after each run, warm-ups included. From the
     second round on, one that would hardly end before `until` (monotonic) is left out with the rest.
@@ -59,7 +64,7 @@ def alternate(
     names = list(ways)
     results: dict[str, list[T]] = {name: [] for name in names}
     longest = 0.0
-    for number in range(-warmups, rounds):
+    for number in range(rounds - turns(rounds, warmups), rounds):
         began = monotonic()
         if number > 0 and began + longest > until:
             break

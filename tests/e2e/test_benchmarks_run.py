@@ -55,7 +55,7 @@ def test_the_quick_form_ends_with_its_files(name: str, tmp_path: Path) -> None:
     assert list(tmp_path.glob("*.png"))
 
 
-@pytest.mark.parametrize("name", ["colocated", "hand_over", "serving"])
+@pytest.mark.parametrize("name", ["hand_over", "serving"])
 @pytest.mark.parametrize("while_serving", [False, True])
 def test_ctrl_c_leaves_no_process(name: str, while_serving: bool, tmp_path: Path) -> None:
     """While its servers start, and while they are asked."""

@@ -16,6 +16,7 @@ import typer
 
 from benchmarks.cache.offload import copies, replay, scan, steps, ttft
 from benchmarks.support import machine, report
+from benchmarks.support.pairs import turns
 from benchmarks.support.plots import curves
 from benchmarks.workloads.traces import TraceError
 
@@ -30,8 +31,6 @@ FILES, QUICK_FILES = 20_000, 1_000
 QUICK_PART = 0.02
 # Of the time, at least, for each section that comes later.
 SECTION_S = 90.0
-WARMED_UP = 2
-"""Rounds of the decode steps that do not count."""
 
 
 class Section(StrEnum):
@@ -84,9 +83,8 @@ class Bench:
 
     def steps(self) -> None:
         """Decode beside a tier."""
-        warmups = 0 if self._quick else WARMED_UP
-        with report.progress(self._console, 6 * (warmups + self._rounds)) as describe:
-            rows = steps.measure(self._rounds, warmups, describe, until=self._until(Section.STEPS))
+        with report.progress(self._console, 6 * turns(self._rounds, steps.WARMUPS)) as describe:
+            rows = steps.measure(self._rounds, describe, until=self._until(Section.STEPS))
         self._publish(Section.STEPS, "Decode step", [steps.HEADERS, *rows])
 
     def scan(self) -> None:

@@ -25,6 +25,7 @@ from serving.config import KVTransferConfig, NodeConfig
 HEADERS: Final = ("tier", "step, ms", "beside it", "step, ms", "ratio")
 ARENA_BYTES: Final = 256 << 20
 BATCH, PROMPT, TOKENS = 8, 256, 48
+WARMUPS: Final = 2
 COPIED_BYTES: Final = 128 << 20
 ITEM_BYTES: Final = 256 << 10
 
@@ -51,7 +52,7 @@ class Engine:
 
 
 def measure(
-    rounds: int, warmups: int, done: Callable[[str], Callable[[], None]], *, until: float
+    rounds: int, done: Callable[[str], Callable[[], None]], *, until: float
 ) -> list[list[str]]:
     """The rows of the table; rounds after `until` (monotonic) are left out."""
     with ExitStack() as stack:
@@ -75,7 +76,7 @@ def measure(
         for name, (other, way, plain_way) in cases.items():
             ends_at, told = share(until, len(cases) - len(rows)), done(name)
             both = {name: way, other: plain_way}
-            took = alternate(both, rounds, warmups=warmups, until=ends_at, done=told)
+            took = alternate(both, rounds, warmups=WARMUPS, until=ends_at, done=told)
             speeds = [Spread.of([1e3 * one for one in took[each]]).show() for each in (name, other)]
             ratio = Spread.of_ratio(took[name], took[other]).show(3)
             rows.append([name, speeds[0], other, speeds[1], ratio])

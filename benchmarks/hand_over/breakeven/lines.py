@@ -17,7 +17,7 @@ import numpy as np
 from benchmarks.hand_over.pd_pair import DEADLINES, Pair, Prefilled, blocking, pair
 from benchmarks.support import report
 from benchmarks.support.models import WIDE, random_prompts, save_random
-from benchmarks.support.pairs import Spread, alternate
+from benchmarks.support.pairs import Spread, alternate, turns
 
 OUTPUT_TOKENS = 9
 P_BYTES, D_BYTES = 512 << 20, 512 << 20
@@ -83,7 +83,7 @@ def measure(found: report.Report, lengths: Sequence[int], rounds: int) -> Lines:
     with (
         tempfile.TemporaryDirectory() as folder,
         asyncio.Runner() as loop,
-        report.progress(found.console, (1 + rounds) * len(lengths)) as tell,
+        report.progress(found.console, turns(rounds) * len(lengths)) as tell,
     ):
         done = tell("two nodes")
         model = save_random(WIDE, Path(folder))

@@ -32,7 +32,7 @@ from benchmarks.hand_over.transfer.ways import (
     raw_nixl_read,
 )
 from benchmarks.support import machine, report
-from benchmarks.support.pairs import Spread, alternate
+from benchmarks.support.pairs import Spread, alternate, turns
 from benchmarks.support.plots import grouped_bars
 from connector.pd.wire.control_client import ControlClient
 from connector.pd.wire.lease_record import REGION_BYTES
@@ -51,6 +51,7 @@ BASELINES = ("memcpy", "raw nixl")
 TARGETS = (("shm", "memcpy"), ("nixl", "raw nixl"))
 SPEEDS = ("case", "MB", "spans", *BASELINES, *OURS, "shm / memcpy", "nixl / raw nixl", ">= 0.8")
 TIMES = ("case", *BASELINES, *(f"{name}{way}" for name in OURS for way in ("", ", verified")))
+WARMUPS = 2
 NUM_WAYS = len(BASELINES) + 2 * len(OURS)
 COSTS = ("case", *OURS, "nixl <= 15 %")
 
@@ -107,7 +108,7 @@ def measure(
     done: Callable[[], None],
 ) -> Row:
     """All ways in `rounds` rounds, in turning order, until `until` (monotonic)."""
-    found = alternate(ways, rounds, warmups=2, until=until, done=done)
+    found = alternate(ways, rounds, warmups=WARMUPS, until=until, done=done)
     return Row(
         case.name,
         case.nbytes,
@@ -139,7 +140,7 @@ def run(cases: Sequence[Case], rounds: int, found: report.Report) -> list[Row]:
             if name == "nixl":  # both before ucx, whose other UCX would make them use TCP
                 plain["raw nixl"] = raw_nixl_read(arena, addresses["nixl"])
         on_loop = stack.enter_context(event_loop())
-        total = len(cases) * NUM_WAYS * (rounds + 2)
+        total = len(cases) * NUM_WAYS * turns(rounds, WARMUPS)
         tell = stack.enter_context(report.progress(found.console, total))
         for number, case in enumerate(cases):
             address = f"127.0.0.1:{ports[case.name]}"

@@ -22,12 +22,12 @@ from benchmarks.serving.proxy_cost.load import (
     micros_per_token,
 )
 from benchmarks.support import machine, report
-from benchmarks.support.pairs import Spread, alternate
+from benchmarks.support.pairs import Spread, alternate, turns
 from benchmarks.support.plots import grouped_bars
 from benchmarks.support.processes import Server, processes
 
 SECONDS = (180, 25)
-ROUNDS, QUICK_ROUNDS = 7, 2
+ROUNDS, QUICK_ROUNDS = 7, 1
 REQUESTS, QUICK_REQUESTS = 200, 20
 STREAMS, QUICK_STREAMS = 64, 16
 TOKENS, QUICK_TOKENS = 128, 48
@@ -85,7 +85,7 @@ def main(
         commands = _commands(upstream.url(), nodes)
         with (
             processes(Path(folder), *commands) as servers,
-            report.progress(found.console, len(works) * 2 * (rounds + 1) + rounds + 1) as describe,
+            report.progress(found.console, (2 * len(works) + 1) * turns(rounds)) as describe,
         ):
             targets = dict(zip(("proxy", "pass-through"), map(_target, servers), strict=True))
             # The time that is left is shared with gRPC alone, which comes last.

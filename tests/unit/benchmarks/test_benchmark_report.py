@@ -77,6 +77,14 @@ def test_rounds_end_in_time_but_one_is_always_made() -> None:
     assert pairs.alternate(ways, 3, done=lambda: None) == {"a": [1] * 3, "b": [2] * 3}
 
 
+@pytest.mark.parametrize(("rounds", "warmups", "turns"), [(1, 2, 1), (2, 2, 4), (3, 0, 3)])
+def test_only_one_round_alone_has_no_warm_up(rounds: int, warmups: int, turns: int) -> None:
+    runs: list[int] = []
+    ways = {"a": lambda: runs.append(0)}
+    found = pairs.alternate(ways, rounds, warmups=warmups, done=lambda: None)
+    assert len(found["a"]) == rounds and len(runs) == turns == pairs.turns(rounds, warmups)
+
+
 def test_rounds_without_a_step_beside_a_read_have_no_overlap() -> None:
     """Their reads count; the ratios with steps are of the other rounds, or there are none."""
     alone, pulls = Window((0.01, 0.02, 0.01)), Window((), (0.1,), 64)
