@@ -1,10 +1,11 @@
 """`python -m benchmarks.robustness.cluster`: a cluster on Ray that changes, and breaks, under load.
 
 Four raylets on this machine, each with an address of its own: the head with the proxy, three with
-two prefill and two decode nodes. Clients ask without a pause; every answer is compared with that of
-one node. Meanwhile an operator scales, drains and restarts, and then processes, a raylet and last
-Ray's GCS are killed. Planned changes may fail no request; after a loss the cluster must become
-whole by itself, but for the GCS, without which Ray replaces nothing.
+two prefill and two decode nodes; the quick form has two raylets and one node of either role.
+Clients ask without a pause; every answer is compared with that of one node. Meanwhile an operator
+scales, drains and restarts, and then processes, a raylet and last Ray's GCS are killed. Planned
+changes may fail no request; after a loss the cluster must become whole by itself, but for the GCS,
+without which Ray replaces nothing.
 The command ends with status 1 where an answer differs, or a planned change fails one.
 """
 
@@ -34,8 +35,11 @@ if TYPE_CHECKING:
 
 NAME: Final = "cluster"
 SECONDS: Final = (600.0, 150.0)
-QUIET_S, QUICK_QUIET_S = 6.0, 2.0
+QUIET_S, QUICK_QUIET_S = 6.0, 1.0
 """Of load before and after each act."""
+NODES, QUICK_NODES = 2, 1
+"""Of either role."""
+RAYLETS, QUICK_RAYLETS = 4, 2
 WHOLE_S: Final = 90.0
 NUM_KILLS: Final = 15
 CALL_S: Final = 20.0
@@ -81,6 +85,7 @@ class Stage:
     raylets: Any
     clients: Clients
     quiet_s: float
+    num_nodes: int
     acts: list[Act] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
 
@@ -133,7 +138,7 @@ class Stage:
         """Without requests it takes the node away again."""
         self.clients.is_paused = True
         self._until_replicas(2)
-        self.cluster.apply(config_of(2, 2), self.status())
+        self.cluster.apply(config_of(NODES, NODES), self.status())
         self.clients.is_paused = False
 
     def _scale_by_load(self, target: int) -> None:
@@ -144,7 +149,7 @@ class Stage:
             upscale_delay_s=1.0,
             downscale_delay_s=3.0,
         )
-        config = config_of(2, 2)
+        config = config_of(NODES, NODES)
         decode = msgspec.structs.replace(config.decode, autoscaling=scaling)
         self.cluster.apply(msgspec.structs.replace(config, decode=decode), self.status())
 
@@ -177,8 +182,8 @@ def config_of(prefill: int, decode: int) -> ClusterConfig:
 
 
 @contextmanager
-def four_raylets() -> Iterator[Any]:
-    """The head at 127.0.0.1 and three workers at the next addresses, with room for four nodes."""
+def many_raylets(number: int) -> Iterator[Any]:
+    """The head at 127.0.0.1 and workers at the next addresses, with room for four nodes each."""
     with new_session() as session:
         os.environ.update(session.environment())
         # Ray reads its environment when it is imported.
@@ -186,12 +191,12 @@ def four_raylets() -> Iterator[Any]:
 
         raylets = Raylets()
         try:
-            for number in range(4):
-                own: dict[str, Any] = {} if number else {"include_dashboard": False}
+            for place in range(number):
+                own: dict[str, Any] = {} if place else {"include_dashboard": False}
                 raylets.add_node(
                     num_cpus=4,
-                    resources={"worker": 4} if number else {"head": 1},
-                    node_ip_address=f"127.0.0.{number + 1}",
+                    resources={"worker": 4} if place else {"head": 1},
+                    node_ip_address=f"127.0.0.{place + 1}",
                     object_store_memory=80 << 20,
                     temp_dir=str(session.ray_folder),
                     **own,
@@ -206,12 +211,15 @@ Acts: TypeAlias = list[tuple[str, Callable[[], object]]]
 
 def planned_acts(stage: Stage) -> Acts:
     """The work of an operator; the first and the last are the quick form."""
-    cluster = stage.cluster
+    cluster, usual = stage.cluster, stage.num_nodes
     changed = msgspec.structs.replace(
-        config_of(2, 2), config={**OPTIONS, "max_num_batched_tokens": 1024}
+        config_of(usual, usual), config={**OPTIONS, "max_num_batched_tokens": 1024}
     )
     return [
-        ("decode scaled from 2 to 3", lambda: cluster.scale("decode", 3)),
+        (
+            f"decode scaled from {usual} to {usual + 1}",
+            lambda: cluster.scale("decode", usual + 1),
+        ),
         ("decode scaled from 3 to 1", lambda: cluster.scale("decode", 1)),
         ("decode scaled from 1 to 2", lambda: cluster.scale("decode", 2)),
         ("decode grown by the load", stage.let_it_grow),
@@ -276,14 +284,15 @@ def left_behind() -> list[str]:
     return [*actor_names(), *groups]
 
 
-def under_load(cluster: "Cluster", raylets: Any, quiet_s: float) -> Stage:
+def under_load(cluster: "Cluster", raylets: Any, *, quick: bool = False) -> Stage:
     """Applies the file, waits until all of it serves, and begins to ask."""
-    cluster.apply(config_of(2, 2), cluster.status())
+    num_nodes = QUICK_NODES if quick else NODES
+    cluster.apply(config_of(num_nodes, num_nodes), cluster.status())
     status = cluster.wait_until_whole(lambda _: None)
     node = next(it.told for it in status.members if it.role == "decode")
     assert node is not None
     clients = Clients(urls_of_proxies(status)[0], asyncio.run(expected_of(node.url)))
-    return Stage(cluster, raylets, clients, quiet_s)
+    return Stage(cluster, raylets, clients, QUICK_QUIET_S if quick else QUIET_S, num_nodes)
 
 
 def played(raylets: Any, *, quick: bool, told: report.Report) -> Stage:
@@ -292,7 +301,7 @@ def played(raylets: Any, *, quick: bool, told: report.Report) -> Stage:
 
     with connected(raylets.address) as thread:
         cluster = Clusters(thread).named("bench")
-        stage = under_load(cluster, raylets, QUICK_QUIET_S if quick else QUIET_S)
+        stage = under_load(cluster, raylets, quick=quick)
         try:
             play_all(stage, quick=quick, told=told)
         finally:
@@ -300,7 +309,7 @@ def played(raylets: Any, *, quick: bool, told: report.Report) -> Stage:
             cluster.stop(lambda _: None)
         stage.left = thread.call("look for leaks", CALL_S, left_behind)
         if not quick:
-            stage.acts.append(without_gcs(under_load(cluster, raylets, QUIET_S)))
+            stage.acts.append(without_gcs(under_load(cluster, raylets)))
     return stage
 
 
@@ -334,7 +343,7 @@ def broken_promises(acts: Sequence[Act], left: Sequence[str]) -> list[str]:
 def main(out: report.Out = report.RESULTS, quick: report.Quick = False) -> None:
     """Changes and losses of a cluster on Ray, under load; status 1 for a broken promise."""
     told = report.Report(NAME, out, SECONDS, cpu="all", quick=quick)
-    with four_raylets() as raylets:
+    with many_raylets(QUICK_RAYLETS if quick else RAYLETS) as raylets:
         stage = played(raylets, quick=quick, told=told)
     acts, asked = merged(stage.acts), stage.clients.asked
     note = f"{STREAMS} clients; all of it shares {machine.describe(told.host)}"
