@@ -23,9 +23,7 @@ struct Gate {
 
 template <typename T, typename F>
 void gate(const Gate<T>& it, F function) {
-#pragma omp parallel for num_threads(it.threads) schedule(static) \
-    if (it.threads > 1 && it.rows * it.size > WORTH_THREADS)
-  for (int64_t row = 0; row < it.rows; ++row) {
+  each_row(it.rows, it.size, it.threads, [&](int64_t row) {
     const T *gate = it.gate + row * it.gate_stride, *x = it.x + row * it.x_stride;
     T* y = it.y + row * it.size;
     const Floats one = splat(wide(gate[0]));
@@ -36,7 +34,7 @@ void gate(const Gate<T>& it, F function) {
       if (it.residual) own = own + load(it.residual + row * it.size + i, left);
       store(y + i, own, left);
     }
-  }
+  });
 }
 
 template <typename T>
@@ -61,9 +59,7 @@ struct Rotate {
 
 template <typename T, typename Table>
 void rotate(const Rotate<T>& it) {
-#pragma omp parallel for num_threads(it.threads) schedule(static) \
-    if (it.threads > 1 && it.rows * it.heads * it.half > WORTH_THREADS)
-  for (int64_t row = 0; row < it.rows; ++row) {
+  each_row(it.rows, it.heads * it.half, it.threads, [&](int64_t row) {
     const Table* cosine = (const Table*)it.cosines + row * it.table_stride;
     const Table* sine = (const Table*)it.sines + row * it.table_stride;
     for (int64_t head = 0; head < it.heads; ++head) {
@@ -75,7 +71,7 @@ void rotate(const Rotate<T>& it) {
         store(second + i, fma(a, load(sine + j, left), b * load(cosine + j, left)), left);
       }
     }
-  }
+  });
 }
 
 // y [count, size] = table [.., size] at `rows`, times `scale`.

@@ -15,6 +15,7 @@ extern "C" __attribute__((visibility("default"))) int tandem_runs_here() {
 #include "attention.h"
 #include "linear.h"
 #include "replay.h"
+#include "threads.h"
 #include "norms.h"
 #include "elementwise.h"
 #include "experts.h"

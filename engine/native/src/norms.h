@@ -3,9 +3,6 @@
 
 namespace {
 
-// Fewer numbers than these are done before another thread has woken up.
-constexpr int64_t WORTH_THREADS = 64 * 1024;
-
 // The sum of squares of x [size]. Four sums: one would wait for itself at every step.
 template <typename T>
 inline float squares(const T* x, int64_t size) {
@@ -48,9 +45,7 @@ struct Norm {
 template <typename From, typename To>
 void norm(const Norm& it) {
   const int64_t channels = it.groups * it.size;
-#pragma omp parallel for num_threads(it.threads) schedule(static) \
-    if (it.threads > 1 && it.rows * channels > WORTH_THREADS)
-  for (int64_t row = 0; row < it.rows; ++row)
+  each_row(it.rows, channels, it.threads, [&](int64_t row) {
     for (int64_t group = 0; group < it.groups; ++group) {
       const int64_t at = row * channels + group * it.size;
       const From* x = (const From*)it.x + row * it.x_stride + group * it.size;
@@ -64,6 +59,7 @@ void norm(const Norm& it) {
         store((To*)it.y + at + i, y, left);
       }
     }
+  });
 }
 
 template <typename T>
@@ -94,9 +90,7 @@ struct GatedNorm {
 template <typename T>
 void gated_norm(const GatedNorm<T>& it) {
   const int64_t size = it.size, channels = it.groups * size;
-#pragma omp parallel for num_threads(it.threads) schedule(static) \
-    if (it.threads > 1 && it.rows * channels > WORTH_THREADS)
-  for (int64_t row = 0; row < it.rows; ++row)
+  each_row(it.rows, channels, it.threads, [&](int64_t row) {
     for (int64_t group = 0; group < it.groups; ++group) {
       static thread_local Buffer buffer;
       const float* y = it.y + row * channels + group * size;
@@ -128,6 +122,7 @@ void gated_norm(const GatedNorm<T>& it) {
         store(result + i, normed, left);
       }
     }
+  });
 }
 
 }  // namespace
