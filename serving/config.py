@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
-from engine.compute_config import ComputeConfig, KernelChoice
+from engine.compute_config import ComputeConfig, KernelChoice, Quantization
 from engine.errors import ConfigError
 from engine.types import SchedulingPolicy
 
@@ -394,6 +394,14 @@ class NodeConfig(ServerConfig, frozen=True, kw_only=True, forbid_unknown_fields=
             "operators. All nodes of a cluster must run the same, which the log names at start."
         ),
     ] = "auto"
+    quantization: Annotated[
+        Quantization | None,
+        Meta(
+            description="int8: matrices of linear layers are rounded when they are loaded, by "
+            "groups of 64 inputs, and so is what they multiply. All nodes of a cluster must choose "
+            "alike. By default weights are computed with as config.json says."
+        ),
+    ] = None
     num_threads: Annotated[
         int, Meta(ge=1, le=1024, description="torch threads; more than cores is far slower.")
     ] = 1
@@ -401,7 +409,7 @@ class NodeConfig(ServerConfig, frozen=True, kw_only=True, forbid_unknown_fields=
     @property
     def compute(self) -> ComputeConfig:
         """What the loader of the model needs to know."""
-        return ComputeConfig(self.kernels)
+        return ComputeConfig(self.kernels, self.quantization)
 
     def check(self) -> None:
         if not self.model:

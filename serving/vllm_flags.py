@@ -74,7 +74,6 @@ REFUSED: Final[Mapping[str, str]] = MappingProxyType(
         "--revision": "download that revision, and give its folder",
         "--download-dir": "set HF_HOME",
         "--hf-overrides": "change the folder's config.json",
-        "--quantization": "leave it out: config.json says how weights are stored",
         "--gpu-memory-utilization": "give --kv-cache-memory-bytes",
         "--num-gpu-blocks-override": "give --kv-cache-memory-bytes",
         "--enable-lora": "merge the adapter into the weights",
@@ -86,6 +85,17 @@ REFUSED: Final[Mapping[str, str]] = MappingProxyType(
     }
 )
 """They would mean something; with what to do instead."""
+
+OTHER_VALUES: Final[Mapping[str, tuple[tuple[str, ...], str]]] = MappingProxyType(
+    {
+        "--quantization": (
+            ("int8",),
+            "leave it out: config.json says how weights are stored, and those in 8-bit floats are "
+            "read; int8 rounds any weights when they are loaded",
+        ),
+    }
+)
+"""Flags of both, the values that are served, and what to do instead of giving vLLM's others."""
 
 SHORT: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -110,6 +120,12 @@ def without_vllm_flags(
     for argument in rest:
         flag, equals, value = argument.partition("=")
         flag = SHORT.get(flag, flag)
+        if flag in own and flag in OTHER_VALUES:
+            # Also under its short name, which is vLLM's.
+            value = value if equals else next(rest, "")
+            _check_value(flag, value)
+            kept += [flag, value]
+            continue
         if flag in own or flag not in SWITCHES | ANY_VALUE | ONLY.keys() | REFUSED.keys():
             kept.append(argument)
             continue
@@ -122,3 +138,9 @@ def without_vllm_flags(
             raise ConfigError(f"{flag} {value!r} of vLLM is not served here: only {known}")
         ignored.append(f"{flag} {value}".strip())
     return kept, ignored
+
+
+def _check_value(flag: str, value: str) -> None:
+    served, cure = OTHER_VALUES[flag]
+    if value not in served:
+        raise ConfigError(f"{flag} {value!r} of vLLM is not served here: {cure}")

@@ -20,6 +20,7 @@ from typing import Final
 
 import msgspec
 
+from engine.compute_config import Quantization
 from engine.model_configs.model_config import Block, ModelConfig, PartConfig
 
 IDENTITY_VERSION: Final = 2
@@ -58,8 +59,14 @@ class ModelIdentity:
         return hashlib.sha256(msgspec.json.encode(named)).hexdigest()[:32]
 
 
-def identity_of(config: ModelConfig, weights: str, *, kernels: str) -> ModelIdentity:
-    """The identity of a model; `weights` is the digest of its tensors, `kernels` what computes."""
+def identity_of(
+    config: ModelConfig, weights: str, *, kernels: str, quantization: Quantization | None = None
+) -> ModelIdentity:
+    """The identity of a model.
+
+    `weights` is the digest of its tensors as they are stored, `kernels` what computes, and
+    `quantization` what linear layers made of their matrices.
+    """
     named: dict[PartConfig, str] = {}
     for part in (part for own in config.layers for block in own for _, part in block.parts):
         if part not in named:
@@ -71,6 +78,7 @@ def identity_of(config: ModelConfig, weights: str, *, kernels: str) -> ModelIden
     for part, name in named.items():
         found.update(_flat(part, f"{name}."))
     found |= {LAYERS: " ".join(layers), "weights": weights, "kernels": kernels}
+    found["weight_quantization"] = _text(quantization)
     return ModelIdentity(MappingProxyType(found))
 
 

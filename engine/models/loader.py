@@ -49,10 +49,18 @@ def load_and_identify(
     started = time.monotonic()
     ops = _ops(config, device, compute)
     log.info("loading the model", folder=str(folder), dtype=config.dtype, kernels=ops.name)
+    if compute.quantization is not None:
+        log.info(
+            "matrices of linear layers and the output head are quantized; those of experts, "
+            "routers, convolutions and embeddings are not",
+            quantization=compute.quantization,
+        )
     with WeightFiles(folder, stop) as files:
         digest = WeightsDigest(files)
         model = _build(files, config, device, ops)
-        identity = identity_of(config, digest.result(), kernels=ops.name)
+        identity = identity_of(
+            config, digest.result(), kernels=ops.name, quantization=compute.quantization
+        )
     seconds = round(time.monotonic() - started, 1)
     log.info("the model is loaded", seconds=seconds, identity=identity.digest)
     return model, identity
@@ -75,7 +83,12 @@ def load_model(
 
 
 def _ops(config: ModelConfig, device: torch.device, compute: ComputeConfig) -> Ops:
-    return ops_for(device, TORCH_DTYPES[config.dtype], kernels=compute.kernels)
+    return ops_for(
+        device,
+        TORCH_DTYPES[config.dtype],
+        kernels=compute.kernels,
+        quantization=compute.quantization,
+    )
 
 
 def _build(files: WeightFiles, config: ModelConfig, device: torch.device, ops: Ops) -> CausalLM:

@@ -70,6 +70,8 @@ class Kernels:
         self.conv_state = Kernel(self, f"conv_state_{name}", "7q")
         self.attention = Kernel(self, f"attention_{name}", "21qd3q")
         self.experts = Kernel(self, f"experts_{name}", "15q")
+        self.pack_int8 = Kernel(self, f"pack_int8_{name}", "5q")
+        self.linear_int8 = Kernel(self, f"linear_int8_{name}", "9q")
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Memory for a result, contiguous."""

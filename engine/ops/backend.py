@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine.compute_config import KernelChoice
+from engine.compute_config import KernelChoice, Quantization
 from engine.forward import AttentionCache, AttentionIndex, StateIndex
 from engine.model_configs.feed_forward import Activation
 from engine.model_configs.recurrent import Gating
@@ -29,7 +29,7 @@ from engine.ops.gated_delta_rule.fast import gated_delta_rule
 from engine.ops.gated_norm.fast import TorchGatedNorm
 from engine.ops.gated_norm.native import NativeGatedNorm
 from engine.ops.linear import native as native_linear
-from engine.ops.linear.fast import TorchLinear
+from engine.ops.linear.fast import TorchInt8Linear, TorchLinear
 from engine.ops.lookup.fast import lookup
 from engine.ops.lookup.native import NativeLookup
 from engine.ops.norm.fast import TorchNorm
@@ -284,12 +284,12 @@ class Ops:
         return "torch" if self.native is None else "native"
 
 
-def torch_ops() -> Ops:
+def torch_ops(quantization: Quantization | None = None) -> Ops:
     """Torch's own operators: right on any device. All layers share temporaries."""
     scratch = Scratch()
     return Ops(
         native=None,
-        linear=TorchLinear,
+        linear=TorchLinear if quantization is None else TorchInt8Linear,
         norm=TorchNorm,
         gated_norm=TorchGatedNorm,
         activation=make_activation,
@@ -305,10 +305,12 @@ def torch_ops() -> Ops:
     )
 
 
-def native_ops(kernels: Kernels) -> Ops:
+def native_ops(kernels: Kernels, quantization: Quantization | None = None) -> Ops:
     """Those of torch, but for what the native kernels do faster on a CPU."""
 
     def linear(weight: Tensor, bias: Tensor | None = None) -> Product:
+        if quantization is not None:
+            return native_linear.NativeInt8Linear(kernels, weight, bias)
         if not native_linear.is_suited(weight):
             return TorchLinear(weight, bias)
         return native_linear.NativeLinear(kernels, weight, bias)
@@ -336,12 +338,19 @@ def native_ops(kernels: Kernels) -> Ops:
     )
 
 
-def ops_for(device: torch.device, dtype: torch.dtype, *, kernels: KernelChoice) -> Ops:
+def ops_for(
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    kernels: KernelChoice,
+    quantization: Quantization | None = None,
+) -> Ops:
     """The operators of a model of `dtype` on `device`; one table for all of its layers.
 
-    `auto` takes the native kernels where they run: on some CPUs.
+    `auto` takes the native kernels where they run: on some CPUs. `quantization` is of the matrices
+    of linear layers.
     """
     found = None
     if kernels == "auto" and device.type == "cpu":
         found = load_kernels(dtype)
-    return torch_ops() if found is None else native_ops(found)
+    return torch_ops(quantization) if found is None else native_ops(found, quantization)

@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -52,6 +53,14 @@ async def test_tokens_and_logprobs_are_bit_equal_to_one_node(
 ) -> None:
     p, d = await shared.pair(checkpoints[family], transfer_config(transport))
     await check_tokens_and_logprobs(p, d)
+
+
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+async def test_a_pair_in_int8_is_bit_equal_to_one_node(
+    shared: Cluster, model: Path, kernels: str
+) -> None:
+    p, d = await shared.pair(model, quantization="int8", kernels=kernels)
+    await check_tokens_and_logprobs(p, d, (17, 200))
 
 
 async def test_the_first_token_may_be_the_last_and_then_nothing_is_pulled(
@@ -160,17 +169,22 @@ async def test_changed_parameters_are_refused_and_nothing_leaks(
     await check_refused(p, msgspec.structs.replace(params, **change), code)
 
 
-async def test_nodes_that_keep_different_types_do_not_exchange_them(
-    shared: Cluster, checkpoints: dict[str, Path]
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"dtype": "bfloat16"}, r"bfloat16' here and .* float32' there"),
+        ({"quantization": "int8"}, r"weight_quantization is 'int8' here and 'None' there"),
+    ],
+)
+async def test_nodes_that_compute_or_keep_different_types_do_not_exchange_them(
+    shared: Cluster, checkpoints: dict[str, Path], change: dict[str, Any], told: str
 ) -> None:
     """And P has its memory back at once, not when the lease runs out."""
     p = await shared.start("prefill", checkpoints["qwen3"])
     config = transfer_config(policy="fail")
-    d = await shared.start(
-        "decode", checkpoints["qwen3"], dtype="bfloat16", kv_transfer_config=config
-    )
+    d = await shared.start("decode", checkpoints["qwen3"], kv_transfer_config=config, **change)
     params = await prefill(p, prompt_of(30))
-    with pytest.raises(KVLoadError, match=r"bfloat16' here and .* float32' there"):
+    with pytest.raises(KVLoadError, match=told):
         await generate(d, request_of(prompt_of(30), GREEDY, params))
     await settled(p)
 

@@ -28,6 +28,17 @@ inline float lowest_lane(Floats x) { return _mm512_cvtss_f32(x.of); }
 inline float highest(Floats x) { return _mm512_reduce_max_ps(x.of); }
 inline Floats rounded(Floats x) { return {_mm512_roundscale_ps(x.of, 8)}; }
 inline Floats magnitude(Floats x) { return {_mm512_abs_ps(x.of)}; }
+// Of magnitudes, by their bits: those of NaN are the largest, and remain.
+inline Floats larger(Floats a, Floats b) {
+  __m512i most = _mm512_max_epi32(_mm512_castps_si512(a.of), _mm512_castps_si512(b.of));
+  return {_mm512_castsi512_ps(most)};
+}
+inline float largest(Floats x) {
+  int32_t bits = _mm512_reduce_max_epi32(_mm512_castps_si512(x.of));
+  float most;
+  memcpy(&most, &bits, sizeof most);
+  return most;
+}
 // x * 2^n for whole n.
 inline Floats scaled(Floats x, Floats n) { return {_mm512_scalef_ps(x.of, n.of)}; }
 
@@ -93,6 +104,13 @@ inline Floats dot(Kind<Bfloat16>, Floats sum, Words w, Words x) {
 // Four products of unsigned and signed bytes, added to a 32-bit integer.
 inline Words dot_bytes(Words sum, Words unsigned_w, Words signed_x) {
   return {_mm512_dpbusd_epi32(sum.of, unsigned_w.of, signed_x.of)};
+}
+inline Words operator+(Words a, Words b) { return {_mm512_add_epi32(a.of, b.of)}; }
+// Stores x as sixteen int8, rounded to even, and returns their sum.
+inline int32_t store_bytes(int8_t* p, Floats x) {
+  __m512i whole = _mm512_cvtps_epi32(x.of);
+  _mm_storeu_si128((__m128i*)p, _mm512_cvtsepi32_epi8(whole));
+  return _mm512_reduce_add_epi32(whole);
 }
 inline Floats to_floats(Words x) { return {_mm512_cvtepi32_ps(x.of)}; }
 

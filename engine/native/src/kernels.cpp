@@ -19,3 +19,4 @@ extern "C" __attribute__((visibility("default"))) int tandem_runs_here() {
 #include "norms.h"
 #include "elementwise.h"
 #include "experts.h"
+#include "linear_int8.h"

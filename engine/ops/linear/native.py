@@ -3,33 +3,35 @@
 import torch
 from torch import Tensor
 
-from engine.native.kernels import Kernels, pointer
+from engine.native.kernels import Kernel, Kernels, pointer
 
 PANEL = 32
 """Outputs that are computed together; a matrix is filled up with rows of zeros."""
 WORD = 4
 """Bytes that a kernel takes of a row at a time."""
+INT8_GROUP = 64
+"""Inputs of an int8 matrix with one scale."""
+SCALE = 4
+"""Bytes of a scale."""
 
 
-class NativeLinear:
-    """See `backend.Product`; weight [out, in] and bias [out] or None, of the kernels' dtype."""
+class _Panels:
+    """A packed matrix and the kernel that multiplies by it."""
 
-    def __init__(self, kernels: Kernels, weight: Tensor, bias: Tensor | None) -> None:
-        outputs, inputs = weight.shape
-        words = inputs * weight.dtype.itemsize // WORD
-        padded = -(-outputs // PANEL) * PANEL
+    def __init__(self, kernels: Kernels, run: Kernel, panels: Tensor, *, outputs: int) -> None:
+        self._panels = panels
         self._outputs = outputs
-        self._panels = torch.empty((padded, inputs), dtype=weight.dtype)
-        weight = weight.contiguous()
-        kernels.pack(pointer(weight), outputs, words, pointer(self._panels))
-        self._bias: Tensor | None = None
-        if bias is not None:
-            self._bias = torch.zeros(padded)
-            self._bias[:outputs] = bias
-        self._fixed = (pointer(self._panels), pointer(self._bias), outputs, words)
-        self._run = kernels.linear
+        self._run = run
         self._empty = kernels.empty
         self._threads = kernels.threads
+
+    def _fix(self, bias: Tensor | None, words: int) -> None:
+        """The fields of all calls; `words`: as the kernel counts the inputs."""
+        self._bias: Tensor | None = None
+        if bias is not None:
+            self._bias = torch.zeros(len(self._panels))
+            self._bias[: self._outputs] = bias
+        self._fixed = (pointer(self._panels), pointer(self._bias), self._outputs, words)
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         x = x.contiguous()
@@ -38,6 +40,39 @@ class NativeLinear:
         y = self._empty((rows, self._outputs), x.dtype)
         self._run(*self._fixed, x.data_ptr(), rows, added, y.data_ptr(), self._threads)
         return y
+
+
+class NativeLinear(_Panels):
+    """See `backend.Product`; weight [out, in] and bias [out] or None, of the kernels' dtype."""
+
+    def __init__(self, kernels: Kernels, weight: Tensor, bias: Tensor | None) -> None:
+        outputs, inputs = weight.shape
+        panels = torch.empty((_padded(outputs), inputs), dtype=weight.dtype)
+        words = inputs * weight.dtype.itemsize // WORD
+        weight = weight.contiguous()
+        kernels.pack(pointer(weight), outputs, words, pointer(panels))
+        super().__init__(kernels, kernels.linear, panels, outputs=outputs)
+        self._fix(bias, words)
+
+
+class NativeInt8Linear(_Panels):
+    """As `NativeLinear`, computed as `naive.linear_int8` says; a number takes 8.5 bits.
+
+    A row's result is the same, bit by bit, in a batch of any size.
+    """
+
+    def __init__(self, kernels: Kernels, weight: Tensor, bias: Tensor | None) -> None:
+        outputs, inputs = weight.shape
+        group = INT8_GROUP + SCALE
+        panels = torch.empty((_padded(outputs), -(-inputs // INT8_GROUP) * group), dtype=torch.int8)
+        weight = weight.contiguous()
+        kernels.pack_int8(pointer(weight), outputs, inputs, pointer(panels), kernels.threads)
+        super().__init__(kernels, kernels.linear_int8, panels, outputs=outputs)
+        self._fix(bias, inputs)
+
+
+def _padded(outputs: int) -> int:
+    return -(-outputs // PANEL) * PANEL
 
 
 def is_suited(weight: Tensor) -> bool:

@@ -267,10 +267,11 @@ def test_order_and_number_of_layers_count() -> None:
     )
 
 
-def test_weights_and_kernels_count() -> None:
+def test_weights_kernels_and_quantization_count() -> None:
     mine = identity_of(EVERYTHING, "w", kernels="torch").digest
     assert identity_of(EVERYTHING, "v", kernels="torch").digest != mine
     assert identity_of(EVERYTHING, "w", kernels="native").digest != mine
+    assert identity_of(EVERYTHING, "w", kernels="torch", quantization="int8").digest != mine
 
 
 def test_a_field_whose_text_may_differ_between_processes_is_refused() -> None:

@@ -101,13 +101,21 @@ def test_flags_of_vllm_without_effect_are_taken_with_a_line() -> None:
     ]
 
 
+@pytest.mark.parametrize("words", ["-q int8", "-q=int8", "--quantization int8"])
+def test_int8_is_asked_for_as_in_vllm(words: str) -> None:
+    config, told = started(*f"m {words} --seed 1".split())
+    assert config.compute.quantization == "int8"
+    assert "--quantization" not in told
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         ("--tensor-parallel-size 2", "--tensor-parallel-size '2' of vLLM is not served here: only"),
         ("--load-format dummy", "only auto or safetensors"),
         ("--root-path /x", "--root-path of vLLM is not served here: let the proxy"),
-        ("-q=fp8", "--quantization of vLLM"),
+        ("-q=fp8", "--quantization 'fp8' of vLLM is not served here: leave it out"),
+        ("--quantization awq", "leave it out"),
         ("--seed", "--seed of vLLM needs a value"),
         ("--no-such-flag", "No such option"),
     ],
