@@ -17,7 +17,7 @@ from engine.ops.rotary.native import NativeRotate
 from tests.ops.native import native_kernels
 
 DRAW = torch.Generator().manual_seed(0)
-ROWS, SIZE = 301, 250  # enough for a second thread
+ROWS, SIZE = 601, 250  # enough for a second thread
 X = torch.randn(ROWS, SIZE, generator=DRAW)
 TABLE = torch.randn(2, ROWS, 1, SIZE, generator=DRAW)
 WEIGHT = torch.randn(SIZE, generator=DRAW)
