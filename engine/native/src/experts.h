@@ -148,10 +148,8 @@ void experts(const Experts<T>& it) {
   sort(it.chosen, slots, groups);
   T* inner = for_inner.of<T>(slots * it.inner);
   float* sums = for_sums.of<float>(it.rows * it.outer);
-#pragma omp parallel for num_threads(it.threads) if (it.threads > 1) schedule(static)
-  for (int64_t part = 0; part < it.threads; ++part) inner_part(it, groups, inner, part);
-#pragma omp parallel for num_threads(it.threads) if (it.threads > 1) schedule(static)
-  for (int64_t part = 0; part < it.threads; ++part) outer_part(it, groups, inner, sums, part);
+  each(it.threads, it.threads, [&](int64_t part) { inner_part(it, groups, inner, part); });
+  each(it.threads, it.threads, [&](int64_t part) { outer_part(it, groups, inner, sums, part); });
 }
 
 }  // namespace

@@ -11,12 +11,14 @@ extern "C" __attribute__((visibility("default"))) int tandem_runs_here() {
 #pragma GCC target("arch=x86-64-v4,avx512bf16,avx512vnni")
 #include "avx512.h"
 #include "functions.h"
-#include "convolution.h"
-#include "attention.h"
-#include "linear.h"
-#include "replay.h"
 #include "threads.h"
-#include "norms.h"
+
+#include "attention.h"
+#include "convolution.h"
 #include "elementwise.h"
-#include "experts.h"
+#include "linear.h"
 #include "linear_int8.h"
+#include "norms.h"
+
+#include "experts.h"
+#include "replay.h"

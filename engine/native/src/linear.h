@@ -141,14 +141,13 @@ void many_rows(const Linear<T>& it, int64_t begin, int64_t end) {
 template <typename T>
 void linear(const Linear<T>& it) {
   int64_t pairs = (it.outputs + 2 * LANES - 1) / (2 * LANES);
-#pragma omp parallel for num_threads(it.threads) if (it.threads > 1) schedule(static)
-  for (int64_t part = 0; part < it.threads; ++part) {
+  each(it.threads, it.threads, [&](int64_t part) {
     int64_t begin = 2 * (pairs * part / it.threads), end = 2 * (pairs * (part + 1) / it.threads);
     if (it.rows <= 3)
       few_rows(it, begin, end);
     else
       many_rows(it, begin, end);
-  }
+  });
 }
 
 // Panels of W [outputs, words], the rest of the last pair zero.

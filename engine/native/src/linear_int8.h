@@ -156,17 +156,14 @@ void linear_int8(const LinearInt8<T>& it) {
   static thread_local Buffer buffer;
   int64_t words = groups_of(it.inputs) * ROW_STEP;
   uint32_t* x = buffer.of<uint32_t>(it.rows * words);
-  bool many = it.threads > 1 && it.rows > MOST_ROWS;
-#pragma omp parallel for num_threads(it.threads) if (many) schedule(static)
-  for (int64_t row = 0; row < it.rows; row += MOST_ROWS) {
-    int64_t left = it.rows - row;
+  each((it.rows + MOST_ROWS - 1) / MOST_ROWS, it.rows > MOST_ROWS ? it.threads : 1, [&](int64_t n) {
+    int64_t row = n * MOST_ROWS, left = it.rows - row;
     round_tile(it, row, left < MOST_ROWS ? left : MOST_ROWS, x + row * words);
-  }
+  });
   int64_t panels = (it.outputs + 2 * LANES - 1) / (2 * LANES);
   int64_t tiles = BLOCK_WORDS / (words * MOST_ROWS);
   int64_t most = MOST_ROWS * (tiles > 0 ? tiles : 1);
-#pragma omp parallel for num_threads(it.threads) if (it.threads > 1) schedule(static)
-  for (int64_t part = 0; part < it.threads; ++part) {
+  each(it.threads, it.threads, [&](int64_t part) {
     int64_t begin = panels * part / it.threads, end = panels * (part + 1) / it.threads;
     // Blocks of x that stay in a core's second-level cache, under every panel.
     for (int64_t first = 0; first < it.rows; first += most) {
@@ -177,7 +174,7 @@ void linear_int8(const LinearInt8<T>& it) {
           tile_int8_of<T>(height, it, x + row * words, row, panel);
         }
     }
-  }
+  });
 }
 
 // Panels of W [outputs, inputs], rounded; the rest of the last one is zero.
@@ -192,8 +189,7 @@ struct PackInt8 {
 template <typename T>
 void pack_int8(const PackInt8<T>& it) {
   int64_t groups = groups_of(it.inputs), padded = (it.outputs + 2 * LANES - 1) / (2 * LANES);
-#pragma omp parallel for num_threads(it.threads) if (it.threads > 1) schedule(static)
-  for (int64_t panel = 0; panel < padded; ++panel)
+  each(padded, it.threads, [&](int64_t panel) {
     for (int64_t group = 0; group < groups; ++group) {
       uint32_t* to = it.panels + (panel * groups + group) * PANEL_STEP;
       int64_t left = it.inputs - group * GROUP;
@@ -209,6 +205,7 @@ void pack_int8(const PackInt8<T>& it) {
         memcpy(to + GROUP_WORDS * 2 * LANES + lane, &rounded.scale, sizeof rounded.scale);
       }
     }
+  });
 }
 
 }  // namespace
