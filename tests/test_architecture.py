@@ -62,6 +62,7 @@ TOO_MANY_PARAMETERS = {
     "engine/ops/selective_scan/fast.py::chunk": "the operands of the recurrence",
     "engine/ops/selective_scan/naive.py::chunk": "the operands of the recurrence",
     "engine/ops/ssd/fast.py::ssd_chunk": "the operands of the recurrence",
+    "engine/ops/ssd/naive.py::ssd": "the operands of the recurrence",
     "engine/ops/ssd/naive.py::ssd_chunk": "the operands of the recurrence",
 }
 # Operators, layers and models take tensors in the order in which papers and torch write them.

@@ -30,6 +30,7 @@ from engine.ops.gated_delta_rule import naive as gated
 from engine.ops.paged_attention import naive as attention
 from engine.ops.selective_scan import naive as scan
 from engine.ops.ssd import naive as ssd
+from engine.ops.ssd.parameters import SSDParameters
 from engine.step import SamplingInput
 from engine.types import SamplingParams
 from engine.worker.sampler import sample
@@ -187,15 +188,17 @@ def _scan(sheet: Sheet, ops: Ops, device: torch.device, *, dtype: torch.dtype) -
 
 def _ssd(sheet: Sheet, ops: Ops, device: torch.device, *, dtype: torch.dtype) -> None:
     heads, dim, groups, size, tokens = 16, 64, 2, 128, sum(LENS)
-    x = torch.randn(tokens, heads, dim).to(dtype)
+    x, dt = torch.randn(tokens, heads, dim).to(dtype), torch.randn(tokens, heads).to(dtype)
     b, c = torch.randn(2, tokens, groups, size).to(dtype)
-    dt, a = torch.rand(tokens, heads), -4 * torch.rand(heads)
+    a, d, bias = -4 * torch.rand(heads), torch.rand(heads), torch.rand(heads)
     pool = torch.randn(NUM_UNITS, heads, dim, size)
     theirs = pool.to(device, copy=True)
-    rows = (part.to(device) for part in (x, dt, a, b, c))
-    found = partial(ops.ssd, pool=theirs, index=_index(device))(*rows)
-    y, final, exported = ssd.ssd_chunk(
-        x, dt, a, b, c, query_lens=LENS, initial=pool[UNITS], exports=EXPORTS
+    rows = (part.to(device) for part in (x, dt, b, c))
+    there = SSDParameters(a=a.to(device), d=d.to(device), dt_bias=bias.to(device))
+    found = partial(ops.ssd, pool=theirs, index=_index(device), parameters=there)(*rows)
+    here = SSDParameters(a=a, d=d, dt_bias=bias)
+    y, final, exported = ssd.ssd(
+        x, dt, b, c, parameters=here, query_lens=LENS, initial=pool[UNITS], exports=EXPORTS
     )
     after = _move(pool, final, exported)
     case = f"ssd, {str(dtype).removeprefix('torch.')}"

@@ -11,6 +11,7 @@ from engine.layers.linear import load_linear
 from engine.layers.mixer import CacheKey, ForwardPass
 from engine.model_configs.model_config import ModelConfig
 from engine.model_configs.recurrent import Gating, LightningAttentionConfig
+from engine.ops.ssd.parameters import SSDParameters
 from engine.weights.weights import Weights
 
 # Of the norm after the heads, whatever the model's other norms have.
@@ -47,7 +48,7 @@ class LightningAttention:
         gating = Gating.NORM_THEN_SIGMOID
         self.gated_norm = weights.ops.gated_norm(weight, NORM_EPS, gating=gating)
         slopes = _slopes(config.num_heads, layer=key[1], layers=len(model.layers))
-        self.a = -slopes.to(weights.device)
+        self.parameters = SSDParameters(a=-slopes.to(weights.device))
         self._splits = [3 * inner, inner]
 
     def __call__(self, x: Tensor, residual: Tensor | None, step: ForwardPass) -> Tensor:
@@ -55,8 +56,7 @@ class LightningAttention:
         (state,), index = step.states(self.key)
         qkv, gate = self.in_proj(x).split_with_sizes(self._splits, dim=-1)
         q, k, v = F.silu(qkv).view(rows, 3, config.num_heads, config.head_dim).unbind(1)
-        steps = torch.ones(rows, config.num_heads, device=x.device)
-        y = self.ssd(v, steps, self.a, k, q, state, index)
+        y = self.ssd(v, None, k, q, state, index, parameters=self.parameters)
         return self.out_proj(self.gated_norm(y, gate), residual)
 
 

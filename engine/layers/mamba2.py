@@ -1,15 +1,13 @@
 """The Mamba2 mixer: projection, causal convolution, state space scan, gated norm, projection."""
 
-from math import inf
-
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from engine.layers.linear import load_linear, per_output
 from engine.layers.mixer import CacheKey, ForwardPass
 from engine.model_configs.model_config import ModelConfig
 from engine.model_configs.recurrent import Gating, Mamba2Config
+from engine.ops.ssd.parameters import SSDParameters
 from engine.weights.weights import Weights
 
 
@@ -46,9 +44,12 @@ class Mamba2:
         taps = weights.take("conv1d.weight", (conv, 1, config.conv_kernel))
         self.conv_weight = taps[:, 0].t().contiguous()
         self.conv_bias = weights.take("conv1d.bias", (conv,)) if config.conv_bias else None
-        self.a = -torch.exp(weights.take("A_log", (heads,), torch.float32))
-        self.d = weights.take("D", (heads,), torch.float32).unsqueeze(-1)
-        self.dt_bias = weights.take("dt_bias", (heads,), torch.float32)
+        self.parameters = SSDParameters(
+            a=-torch.exp(weights.take("A_log", (heads,), torch.float32)),
+            dt_bias=weights.take("dt_bias", (heads,), torch.float32),
+            limits=config.time_step_limit,
+            d=weights.take("D", (heads,), torch.float32),
+        )
         by_group: Tensor | None = None
         if config.gating is not Gating.GATE_ONLY:
             by_group = weights.take("norm.weight", (inner,)).view(config.n_groups, -1)
@@ -60,10 +61,6 @@ class Mamba2:
         (conv, temporal), index = step.states(self.key)
         sizes = [config.inner_size, config.conv_dim, config.num_heads]
         z, mixed, dt = self.in_proj(x).split_with_sizes(sizes, dim=-1)
-        dt = F.softplus(dt + self.dt_bias)
-        low, high = config.time_step_limit
-        if low > 0.0 or high != inf:
-            dt.clamp_(low, high)
         # x, B and C pass the convolution together; z and dt do not.
         mixed = self.ops.causal_conv1d(mixed, conv, index, self.conv_weight, self.conv_bias)
         shared = config.n_groups * config.state_size
@@ -71,5 +68,5 @@ class Mamba2:
         u = u.view(-1, config.num_heads, config.head_dim)
         by_group = (-1, config.n_groups, config.state_size)
         b, c = b.view(by_group), c.view(by_group)
-        y = self.ops.ssd(u, dt, self.a, b, c, temporal, index)
-        return self.out_proj(self.gated_norm(y.addcmul_(u, self.d), z), residual)
+        y = self.ops.ssd(u, dt, b, c, temporal, index, parameters=self.parameters)
+        return self.out_proj(self.gated_norm(y, z), residual)

@@ -72,6 +72,8 @@ class Kernels:
         self.experts = Kernel(self, f"experts_{name}", "15q")
         self.pack_int8 = Kernel(self, f"pack_int8_{name}", "5q")
         self.linear_int8 = Kernel(self, f"linear_int8_{name}", "9q")
+        self.ssd_step = Kernel(self, f"ssd_step_{name}", "14q2d3q4q")
+        self.ssd_segment = Kernel(self, f"ssd_segment_{name}", "14q2d3q3q")
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Memory for a result, contiguous."""

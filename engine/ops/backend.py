@@ -41,6 +41,8 @@ from engine.ops.rotary.native import NativeRotate
 from engine.ops.scratch import Scratch
 from engine.ops.selective_scan.fast import selective_scan
 from engine.ops.ssd.fast import ssd
+from engine.ops.ssd.native import NativeSSD
+from engine.ops.ssd.parameters import SSDParameters
 
 
 class Product(Protocol):
@@ -214,21 +216,22 @@ class SelectiveScan(Protocol):
 
 
 class StateSpaceDuality(Protocol):
-    """Mamba2 (Dao & Gu 2024): x [T, H, P], dt float32 [T, H], a [H], b and c [T, G, N].
+    """Mamba2 (Dao & Gu 2024): x [T, H, P], dt [T, H], b and c [T, G, N], of the model's dtype.
 
-    dt is after softplus, a is negative. A state is [H, P, N], computed in float32. Returns float32
-    [T, H, P].
+    dt is before softplus; None: steps of one. A state is [H, P, N], computed in float32. Returns
+    float32 [T, H, P], with the skip.
     """
 
     def __call__(
         self,
         x: Tensor,
-        dt: Tensor,
-        a: Tensor,
+        dt: Tensor | None,
         b: Tensor,
         c: Tensor,
         pool: Tensor,
         index: StateIndex,
+        *,
+        parameters: SSDParameters,
     ) -> Tensor: ...
 
 
@@ -335,6 +338,7 @@ def native_ops(kernels: Kernels, quantization: Quantization | None = None) -> Op
         rotate_=NativeRotate(kernels),
         lookup=NativeLookup(kernels),
         causal_conv1d=NativeConv(kernels),
+        ssd=NativeSSD(kernels),
     )
 
 

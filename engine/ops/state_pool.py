@@ -5,7 +5,7 @@ units   u0 .. u(d-1)    | u(d)          | u(d+1)
         one step each   | chunked scans, which may export states from inside
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -41,6 +41,22 @@ def move_states(
     if not decodes:
         return tail
     return torch.cat([_decode([x[:decodes] for x in rows], pool, index, step, wide=wide), tail])
+
+
+def segment_parts(pool: Tensor, index: StateIndex) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Of every prefill segment in turn, cut at its exports: rows, state before, place for after.
+
+    The last part writes over the segment's own state; it has no rows where an export ends there.
+    """
+    decodes = index.lens.num_decodes
+    lens, units = index.lens.query_lens[decodes:], index.units[decodes:].tolist()
+    for segment, (length, unit) in enumerate(zip(lens, units, strict=True)):
+        done, before = 0, pool[unit]
+        inside = [(one.offset, one.unit) for one in index.exports if one.segment == segment]
+        for end, place in [*inside, (length, unit)]:
+            after = pool[place]
+            yield end - done, before, after
+            done, before = end, after
 
 
 def _decode(

@@ -1,10 +1,18 @@
-"""The fast state space duality against the token-by-token recurrence, at every border."""
+"""The state space dualities against the token-by-token recurrence, at every border."""
+
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
+from engine.ops.backend import StateSpaceDuality
 from engine.ops.ssd import fast, naive
+from engine.ops.ssd.native import NativeSSD
+from engine.ops.ssd.parameters import SSDParameters
+from tests.ops.batches import BATCHES, Batch, memory_of, moved, pool_of
+from tests.ops.native import native_kernels
 
 # Both sides are float32; with decays near one, outputs are sums of hundreds of terms and pass 100,
 # where the rounding unit is 8e-6. Measured: 2.5e-5 at most. A lost decay or token is off by 0.1.
@@ -128,3 +136,46 @@ def test_bfloat16_inputs_are_computed_in_float32() -> None:
         wide[0], dt, a, wide[1], wide[2], query_lens=[70], initial=draw_states(1)
     )
     assert_close(y, truth)
+
+
+def native(dtype: torch.dtype) -> StateSpaceDuality:
+    return NativeSSD(native_kernels(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("make", [lambda _: fast.ssd, native], ids=["torch", "native"])
+@pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES)
+@pytest.mark.parametrize(("dim", "size", "groups"), [(6, 10, 2), (33, 37, 1), (16, 32, 6)])
+@pytest.mark.parametrize("as_in", ["Mamba2", "lightning attention"])
+def test_a_batch_is_what_naive_makes_of_it(
+    make: Callable[[torch.dtype], StateSpaceDuality],
+    dtype: torch.dtype,
+    batch: Batch,
+    *,
+    dim: int,
+    size: int,
+    groups: int,
+    as_in: str,
+) -> None:
+    """Rows are slices of one product, and the pool holds other numbers between its units."""
+    draw, heads = torch.Generator().manual_seed(dim), 6
+    parts = [heads * dim, groups * size, groups * size, heads]
+    joined = torch.randn(batch.tokens, 3 + sum(parts), generator=draw).to(dtype)[:, 3:]
+    x, b, c, dt = joined.split_with_sizes(parts, dim=1)
+    x, b, c = x.view(-1, heads, dim), b.view(-1, groups, size), c.view(-1, groups, size)
+    parameters = SSDParameters(a=-torch.linspace(0.01, 8.0, heads))
+    steps = None
+    if as_in == "Mamba2":
+        bias, d = torch.tensor([-30.0, -9.0, -1.0, 0.0, 2.0, 25.0]), torch.randn(heads)
+        parameters = SSDParameters(a=parameters.a, dt_bias=bias, limits=(1e-4, 9.0), d=d)
+        steps = dt
+    ours, theirs = (pool_of((heads, dim, size), torch.float32) for _ in range(2))
+    found = make(dtype)(x, steps, b, c, ours, batch.index(), parameters=parameters)
+    truth = partial(naive.ssd, x, steps, b, c, parameters=parameters)
+    wanted = moved(
+        theirs,
+        batch,
+        lambda lens, states, exports: truth(query_lens=lens, initial=states, exports=exports),
+    )
+    torch.testing.assert_close(found, wanted, rtol=2e-5, atol=2e-4)
+    torch.testing.assert_close(memory_of(ours), memory_of(theirs), rtol=2e-5, atol=2e-5)

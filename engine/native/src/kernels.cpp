@@ -22,3 +22,4 @@ extern "C" __attribute__((visibility("default"))) int tandem_runs_here() {
 
 #include "experts.h"
 #include "replay.h"
+#include "ssd.h"

@@ -4,6 +4,7 @@ from torch import Tensor
 
 from engine.forward import StateIndex
 from engine.native.kernels import Kernels, pointer
+from engine.ops.state_pool import segment_parts
 
 
 class NativeConv:
@@ -34,23 +35,10 @@ class NativeConv:
         if decodes:
             states = (pool.data_ptr(), pool.stride(0), index.units.data_ptr())
             self._step(*taps, x.data_ptr(), x.stride(0), *states, decodes, y.data_ptr())
-        if decodes < tokens:
-            self._segments(x, pool, index, taps, y)
-        return y
-
-    def _segments(
-        self, x: Tensor, pool: Tensor, index: StateIndex, taps: tuple[int, ...], y: Tensor
-    ) -> None:
-        decodes = index.lens.num_decodes
-        kept, channels = pool.shape[1:]
-        units = index.units[decodes:].tolist()
         start = decodes
-        for segment, length in enumerate(index.lens.query_lens[decodes:]):
-            rows, own = (x[start:].data_ptr(), x.stride(0)), pool[units[segment]].data_ptr()
-            self._segment(*taps, *rows, length, own, y[start:].data_ptr())
-            # Exports first: they read the state that the last one is written over.
-            after = [(one.offset, one.unit) for one in index.exports if one.segment == segment]
-            for offset, unit in [*after, (length, units[segment])]:
-                to = pool[unit].data_ptr()
-                self._state(*rows, offset, own, kept, channels, to)
-            start += length
+        for rows, source, target in segment_parts(pool, index):
+            first, before = (x[start:].data_ptr(), x.stride(0), rows), source.data_ptr()
+            self._segment(*taps, *first, before, y[start:].data_ptr())
+            self._state(*first, before, pool.shape[1], channels, target.data_ptr())
+            start += rows
+        return y

@@ -6,19 +6,30 @@ decomposition of Dao & Gu 2024, section 6: products inside chunks, a short recur
 
 from collections.abc import Sequence
 from itertools import pairwise
+from math import inf
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from engine.forward import StateIndex
 from engine.ops.chunk_grid import LOG2_E, ChunkGrid
+from engine.ops.ssd.parameters import SSDParameters
 from engine.ops.state_pool import move_states
 
 
 def ssd(
-    x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, pool: Tensor, index: StateIndex
+    x: Tensor,
+    dt: Tensor | None,
+    b: Tensor,
+    c: Tensor,
+    pool: Tensor,
+    index: StateIndex,
+    *,
+    parameters: SSDParameters,
 ) -> Tensor:
     """See `backend.StateSpaceDuality`."""
+    a = parameters.a
 
     def step(rows: Sequence[Tensor], state: Tensor) -> Tensor:
         x, dt, b, c = rows
@@ -30,7 +41,19 @@ def ssd(
         x, dt, b, c = rows
         return ssd_chunk(x, dt, a, b, c, query_lens=lens, initial=initial, exports=exports)
 
-    return move_states([x, dt, b, c], pool, index, step, chunk, wide=True)
+    rows = [x, _time_steps(x, dt, parameters), b, c]
+    y = move_states(rows, pool, index, step, chunk, wide=True)
+    return y if parameters.d is None else y.addcmul_(x, parameters.d.unsqueeze(-1))
+
+
+def _time_steps(x: Tensor, dt: Tensor | None, parameters: SSDParameters) -> Tensor:
+    """float32 [T, H]."""
+    if dt is None:
+        return torch.ones(x.shape[:2], device=x.device)
+    bias = parameters.dt_bias
+    steps = F.softplus(dt.float() if bias is None else dt + bias)
+    low, high = parameters.limits
+    return steps.clamp_(low, high) if low > 0.0 or high != inf else steps
 
 
 def ssd_step(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, state: Tensor) -> Tensor:

@@ -1,12 +1,40 @@
 """State space duality (Mamba-2) as a plain recurrence, token by token: the truth for `fast.py`.
 
-Dao & Gu 2024, "Transformers are SSMs": h = exp(dt a) h + dt x b^T, y = h c.
+Dao & Gu 2024, "Transformers are SSMs": h = exp(dt a) h + dt x b^T, y = h c. `ssd` adds how dt comes
+about, and the skip d x.
 """
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+from engine.ops.ssd.parameters import SSDParameters
+
+
+def ssd(
+    x: Tensor,
+    dt: Tensor | None,
+    b: Tensor,
+    c: Tensor,
+    *,
+    parameters: SSDParameters,
+    query_lens: list[int],
+    initial: Tensor,
+    exports: Sequence[tuple[int, int]] = (),
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The whole operator: as `ssd_chunk`, of dt [T, H] before softplus or None, with the skip."""
+    steps = torch.ones(x.shape[:2])
+    if dt is not None:
+        bias = torch.zeros(x.shape[1]) if parameters.dt_bias is None else parameters.dt_bias
+        steps = torch.log1p(torch.exp((dt.float() + bias).double())).float()
+        steps = steps.clamp(*parameters.limits)
+    y, final, exported = ssd_chunk(
+        x, steps, parameters.a, b, c, query_lens=query_lens, initial=initial, exports=exports
+    )
+    if parameters.d is not None:
+        y = y + x.float() * parameters.d[:, None]
+    return y, final, exported
 
 
 def ssd_step(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, state: Tensor) -> Tensor:
