@@ -27,6 +27,7 @@ from engine.ops.backend import Ops, ops_for, torch_ops
 from engine.ops.causal_conv1d import naive as conv
 from engine.ops.experts import naive as experts
 from engine.ops.gated_delta_rule import naive as gated
+from engine.ops.gated_delta_rule.parameters import DeltaRuleParameters
 from engine.ops.paged_attention import naive as attention
 from engine.ops.selective_scan import naive as scan
 from engine.ops.ssd import naive as ssd
@@ -154,12 +155,17 @@ def _gated(
     keys, values, dim, tokens = 4, 8, 128, sum(LENS)
     q, k = torch.randn(2, tokens, keys, dim).to(dtype)
     v = torch.randn(tokens, values, dim).to(dtype)
-    g, beta = -torch.rand(tokens, values, dim), torch.rand(tokens, values)
-    g = g if by_channel else g[..., 0]
+    of_heads = (values, dim) if by_channel else (values,)
+    a, b = torch.randn(tokens, *of_heads).to(dtype), torch.randn(tokens, values).to(dtype)
+    rate, bias = -torch.rand(values), torch.randn(of_heads)
     pool = torch.randn(NUM_UNITS, values, dim, dim)
     theirs = pool.to(device, copy=True)
-    rows = (part.to(device) for part in (q, k, v, g, beta))
-    found = partial(ops.gated_delta_rule, pool=theirs, index=_index(device))(*rows)
+    rows = (part.to(device) for part in (q, k, v, a, b))
+    there = DeltaRuleParameters(rate=rate.to(device), dt_bias=bias.to(device))
+    found = partial(ops.gated_delta_rule, pool=theirs, index=_index(device), parameters=there)(
+        *rows
+    )
+    g, beta = gated.rates(a, b, DeltaRuleParameters(rate=rate, dt_bias=bias))
     y, final, exported = gated.chunk(
         q, k, v, g, beta=beta, query_lens=LENS, initial=pool[UNITS].double(), exports=EXPORTS
     )

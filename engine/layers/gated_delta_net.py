@@ -4,7 +4,6 @@ Reads and writes its state in the cache only, so prefill, chunked prefill and de
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from engine.layers.linear import load_linear
@@ -12,6 +11,7 @@ from engine.layers.mixer import CacheKey, ForwardPass
 from engine.model_configs.model_config import ModelConfig
 from engine.model_configs.recurrent import GatedDeltaNetConfig, Gating
 from engine.ops.backend import Product
+from engine.ops.gated_delta_rule.parameters import DeltaRuleParameters
 from engine.weights.weights import Weights
 
 
@@ -37,8 +37,11 @@ class GatedDeltaNet:
         taps = weights.take_joined(convs, (config.conv_dim, 1, config.conv_kernel))
         self.conv_weight = taps[:, 0].t().contiguous()
         # Stored as a logarithm so that training keeps it positive; the decay is exp(rate * dt).
-        self.rate = -weights.take("A_log", (heads,), torch.float32).exp()
-        self.dt_bias = weights.take("dt_bias", (heads,), torch.float32)
+        self.parameters = DeltaRuleParameters(
+            rate=-weights.take("A_log", (heads,), torch.float32).exp(),
+            dt_bias=weights.take("dt_bias", (heads,), torch.float32),
+            beta_scale=config.beta_scale,
+        )
         eps = model.rms_norm_eps if config.norm_eps is None else config.norm_eps
         weight = weights.take("norm.weight", (config.value_dim,))
         # The gate comes after the norm: the other way round than in Mamba2.
@@ -50,20 +53,17 @@ class GatedDeltaNet:
         config = self.config
         (conv, temporal), index = step.states(self.key)
         mixed, gate, b, a = self.in_proj(x).split_with_sizes(self._splits, dim=-1)
-        decay = F.softplus(a.float() + self.dt_bias).mul_(self.rate)
-        beta = b.float().sigmoid()
-        if config.beta_scale != 1.0:
-            beta.mul_(config.beta_scale)
         mixed = self.ops.causal_conv1d(mixed, conv, index, self.conv_weight, None)
         q, k, v = mixed.split_with_sizes(self._qkv, dim=-1)
         o = self.ops.gated_delta_rule(
             q.view(-1, config.key_heads, config.key_dim),
             k.view(-1, config.key_heads, config.key_dim),
             v.view(-1, config.value_heads, config.value_dim),
-            decay,
-            beta,
+            a,
+            b,
             temporal,
             index,
+            parameters=self.parameters,
         )
         return self.out_proj(self.gated_norm(o, gate), residual)
 

@@ -4,13 +4,13 @@ Reads and writes its state in the cache only, so prefill, chunked prefill and de
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from engine.layers.linear import load_linear
 from engine.layers.mixer import CacheKey, ForwardPass
 from engine.model_configs.model_config import ModelConfig
 from engine.model_configs.recurrent import Gating, KimiDeltaAttentionConfig
+from engine.ops.gated_delta_rule.parameters import DeltaRuleParameters
 from engine.weights.weights import Weights
 
 
@@ -48,18 +48,30 @@ class KimiDeltaAttention:
         self.dt_bias = weights.take("dt_bias", (inner,), torch.float32)
         weight, eps = weights.take("o_norm.weight", (head,)), model.rms_norm_eps
         self.gated_norm = self.ops.gated_norm(weight, eps, gating=Gating.NORM_THEN_SIGMOID)
+        self.parameters = DeltaRuleParameters(
+            rate=-rate.exp().view(heads),
+            dt_bias=weights.take("dt_bias", (inner,), torch.float32).view(heads, head),
+        )
+        self.norm = RMSNorm(
+            weights.take("o_norm.weight", (head,)), model.rms_norm_eps, torch.float32
+        )
         self._splits = [3 * inner, head, head, heads]
 
     def __call__(self, x: Tensor, residual: Tensor | None, step: ForwardPass) -> Tensor:
         shape = (x.shape[0], self.config.num_heads, self.config.head_dim)
         (conv, temporal), index = step.states(self.key)
         mixed, forget, gate, b = self.in_proj(x).split_with_sizes(self._splits, dim=-1)
-        dt = F.softplus(self.forget(forget).float() + self.dt_bias)
+        decay = self.forget(forget).view(shape)
         mixed = self.ops.causal_conv1d(mixed, conv, index, self.conv_weight, None)
         q, k, v = (part.view(shape) for part in mixed.chunk(3, dim=-1))
         decay = dt.view(shape).mul_(self.rate)
         o = self.ops.gated_delta_rule(q, k, v, decay, b.float().sigmoid(), temporal, index)
         return self.out_proj(self.gated_norm(o, self.gate(gate)), residual)
+        o = self.ops.gated_delta_rule(
+            q, k, v, decay, b, temporal, index, parameters=self.parameters
+        )
+        gated = self.norm(o).mul_(self.gate(gate).view(shape).float().sigmoid_()).to(x.dtype)
+        return self.out_proj(gated.flatten(1), residual)
 
 
 def _taps(config: KimiDeltaAttentionConfig, weights: Weights) -> Tensor:

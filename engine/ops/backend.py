@@ -26,6 +26,8 @@ from engine.ops.experts.native import NativeExperts
 from engine.ops.gate.fast import gate
 from engine.ops.gate.native import NativeGate
 from engine.ops.gated_delta_rule.fast import gated_delta_rule
+from engine.ops.gated_delta_rule.native import NativeDeltaRule
+from engine.ops.gated_delta_rule.parameters import DeltaRuleParameters
 from engine.ops.gated_norm.fast import TorchGatedNorm
 from engine.ops.gated_norm.native import NativeGatedNorm
 from engine.ops.linear import native as native_linear
@@ -178,10 +180,11 @@ class CausalConv1d(Protocol):
 
 
 class GatedDeltaRule(Protocol):
-    """arXiv 2412.06464 and 2510.26692: q, k [T, Hk, dk], v [T, Hv, dv], beta float32 [T, Hv].
+    """arXiv 2412.06464 and 2510.26692: q, k [T, Hk, dk], v [T, Hv, dv], b [T, Hv].
 
-    `g` float32 is the log of the decay by head [T, Hv] or by key channel [T, Hv, dk]; q and k are
-    normed here. A state is float32 [Hv, dk, dv]. Returns float32 [T, Hv, dv].
+    `a` makes the decays, by head [T, Hv] or by key channel [T, Hv, dk], `b` the rates of writing,
+    as `parameters` say. All have the model's dtype; q and k are normed here. A state is float32
+    [Hv, dk, dv]. Returns float32 [T, Hv, dv].
     """
 
     def __call__(
@@ -189,10 +192,12 @@ class GatedDeltaRule(Protocol):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        g: Tensor,
-        beta: Tensor,
+        a: Tensor,
+        b: Tensor,
         pool: Tensor,
         index: StateIndex,
+        *,
+        parameters: DeltaRuleParameters,
     ) -> Tensor: ...
 
 
@@ -338,6 +343,7 @@ def native_ops(kernels: Kernels, quantization: Quantization | None = None) -> Op
         rotate_=NativeRotate(kernels),
         lookup=NativeLookup(kernels),
         causal_conv1d=NativeConv(kernels),
+        gated_delta_rule=NativeDeltaRule(kernels),
         ssd=NativeSSD(kernels),
     )
 

@@ -37,7 +37,7 @@ def move_states(
     lens = index.lens.query_lens[decodes:]
     if not lens:
         return _decode(rows, pool, index, step, wide=wide)
-    tail = _prefill([x[decodes:] for x in rows], pool, index, lens, chunk=chunk, wide=wide)
+    tail = move_segments([x[decodes:] for x in rows], pool, index, chunk, wide=wide)
     if not decodes:
         return tail
     return torch.cat([_decode([x[:decodes] for x in rows], pool, index, step, wide=wide), tail])
@@ -75,15 +75,11 @@ def _decode(
     return y
 
 
-def _prefill(
-    rows: Sequence[Tensor],
-    pool: Tensor,
-    index: StateIndex,
-    lens: list[int],
-    *,
-    chunk: Chunk,
-    wide: bool,
+def move_segments(
+    rows: Sequence[Tensor], pool: Tensor, index: StateIndex, chunk: Chunk, *, wide: bool = False
 ) -> Tensor:
+    """As `move_states`, of the prefill segments only; `rows` are theirs."""
+    lens = index.lens.query_lens[index.lens.num_decodes :]
     units = index.units[-len(lens) :]
     # The operator leaves `initial` as it is, so exports and final states are written back apart.
     initial = _gather(pool, units)

@@ -1,13 +1,20 @@
-"""The fast gated delta rule against the float64 recurrence, held to float32's own error."""
+"""The gated delta rules against the float64 recurrence, held to float32's own error."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
+from engine.ops.backend import GatedDeltaRule
 from engine.ops.gated_delta_rule import fast, naive
+from engine.ops.gated_delta_rule.native import NativeDeltaRule
+from engine.ops.gated_delta_rule.parameters import DeltaRuleParameters
 from engine.ops.scratch import Scratch
+from tests.ops.batches import BATCHES, Batch, memory_of, moved, pool_of
+from tests.ops.native import native_kernels
 
 KEY_HEADS, KEY_DIM, VALUE_DIM = 2, 16, 24
 SEGMENTS = [[1], [15], [63], [64], [65], [128], [300, 1, 77], [64, 64], [1, 1, 65]]
@@ -119,3 +126,51 @@ def test_a_sequence_may_be_cut_anywhere(by_channel: bool) -> None:
         start += n
     torch.testing.assert_close(torch.cat(outputs), whole, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(state, final, rtol=1e-4, atol=1e-4)
+
+
+def by_torch(dtype: torch.dtype) -> GatedDeltaRule:
+    return partial(fast.gated_delta_rule, scratch=Scratch())
+
+
+def native(dtype: torch.dtype) -> GatedDeltaRule:
+    return NativeDeltaRule(native_kernels(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("make", [by_torch, native], ids=["torch", "native"])
+@pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES)
+@pytest.mark.parametrize(("dk", "dv"), [(10, 6), (37, 147)])
+@BY_HEAD_AND_CHANNEL
+def test_a_batch_is_what_naive_makes_of_it(
+    make: Callable[[torch.dtype], GatedDeltaRule],
+    dtype: torch.dtype,
+    batch: Batch,
+    *,
+    dk: int,
+    dv: int,
+    by_channel: bool,
+) -> None:
+    """Rows are slices of one product, and the pool holds other numbers between its units."""
+    draw, heads = torch.Generator().manual_seed(dk), 4
+    of_heads = (heads, dk) if by_channel else (heads,)
+    shapes = [(KEY_HEADS, dk), (KEY_HEADS, dk), (heads, dv), of_heads, (heads,)]
+    sizes = [torch.Size(shape).numel() for shape in shapes]
+    joined = torch.randn(batch.tokens, 3 + sum(sizes), generator=draw).to(dtype)[:, 3:]
+    parts = zip(joined.split_with_sizes(sizes, dim=1), shapes, strict=True)
+    q, k, v, a, b = (part.view(-1, *shape) for part, shape in parts)
+    parameters = DeltaRuleParameters(
+        rate=-torch.tensor([1e-3, 0.1, 2.0, 9.0]),
+        dt_bias=torch.randn(of_heads, generator=draw) * 8.0,
+        beta_scale=2.0,
+    )
+    ours, theirs = (pool_of((heads, dk, dv), torch.float32) for _ in range(2))
+    found = make(dtype)(q, k, v, a, b, ours, batch.index(), parameters=parameters)
+    g, beta = naive.rates(a, b, parameters)
+    truth = partial(naive.chunk, q, k, v, g, beta=beta)
+    wanted = moved(
+        theirs,
+        batch,
+        lambda lens, states, exports: truth(query_lens=lens, initial=states, exports=exports),
+    )
+    torch.testing.assert_close(found, wanted, rtol=2e-5, atol=2e-5)
+    torch.testing.assert_close(memory_of(ours), memory_of(theirs), rtol=2e-5, atol=2e-5)

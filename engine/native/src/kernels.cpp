@@ -16,6 +16,7 @@ extern "C" __attribute__((visibility("default"))) int tandem_runs_here() {
 #include "attention.h"
 #include "convolution.h"
 #include "elementwise.h"
+#include "delta_rule.h"
 #include "linear.h"
 #include "linear_int8.h"
 #include "norms.h"

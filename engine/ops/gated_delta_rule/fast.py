@@ -10,13 +10,15 @@ from collections.abc import Sequence
 from functools import cache
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from engine.forward import StateIndex
 from engine.ops.chunk_grid import LOG2_E, ChunkGrid
 from engine.ops.gated_delta_rule.naive import NORM_EPS
+from engine.ops.gated_delta_rule.parameters import DeltaRuleParameters
 from engine.ops.scratch import Scratch
-from engine.ops.state_pool import move_states
+from engine.ops.state_pool import move_segments, move_states
 
 Pairs = tuple[Tensor, Tensor, Tensor, Tensor]
 """q k^T and k k^T [chunks, Hv, C, C], decayed, the first with zeros above its diagonal.
@@ -29,23 +31,52 @@ def gated_delta_rule(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    g: Tensor,
-    beta: Tensor,
+    a: Tensor,
+    b: Tensor,
     pool: Tensor,
     index: StateIndex,
     *,
+    parameters: DeltaRuleParameters,
     scratch: Scratch,
 ) -> Tensor:
     """See `backend.GatedDeltaRule`."""
     return move_states(
-        [q, k, v, g, beta],
+        [q, k, v, *_rates(a, b, parameters)],
         pool,
         index,
         lambda rows, state: step(*rows[:4], beta=rows[4], state=state, scratch=scratch),
-        lambda rows, initial, lens, exports: chunk(
-            *rows[:4], beta=rows[4], query_lens=lens, initial=initial, exports=exports
-        ),
+        _chunk,
     )
+
+
+def segments(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    pool: Tensor,
+    index: StateIndex,
+    *,
+    parameters: DeltaRuleParameters,
+) -> Tensor:
+    """As `gated_delta_rule`, of the rows and states of the prefill segments only."""
+    q, k, v, a, b = (x[index.lens.num_decodes :] for x in (q, k, v, a, b))
+    return move_segments([q, k, v, *_rates(a, b, parameters)], pool, index, _chunk)
+
+
+def _rates(a: Tensor, b: Tensor, parameters: DeltaRuleParameters) -> tuple[Tensor, Tensor]:
+    """float32: the logarithms of the decays, of the shape of a, and beta [T, Hv]."""
+    rate = parameters.rate if a.dim() == 2 else parameters.rate.unsqueeze(-1)
+    decay = F.softplus(a.float() + parameters.dt_bias).mul_(rate)
+    beta = b.float().sigmoid()
+    return decay, beta if parameters.beta_scale == 1.0 else beta.mul_(parameters.beta_scale)
+
+
+def _chunk(
+    rows: Sequence[Tensor], initial: Tensor, lens: list[int], exports: list[tuple[int, int]]
+) -> tuple[Tensor, Tensor, Tensor]:
+    return chunk(*rows[:4], beta=rows[4], query_lens=lens, initial=initial, exports=exports)
 
 
 def step(

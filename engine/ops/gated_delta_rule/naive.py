@@ -10,7 +10,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from engine.ops.gated_delta_rule.parameters import DeltaRuleParameters
+
 NORM_EPS = 1e-6
+
+
+def rates(a: Tensor, b: Tensor, parameters: DeltaRuleParameters) -> tuple[Tensor, Tensor]:
+    """`g` and `beta` of the recurrence, float32: of a [T, Hv] or [T, Hv, dk] and b [T, Hv]."""
+    steps = torch.log1p(torch.exp((a.float() + parameters.dt_bias).double())).float()
+    rate = parameters.rate.view(-1, *[1] * (a.dim() - 2))
+    return steps * rate, parameters.beta_scale / (1.0 + torch.exp(-b.float()))
 
 
 def step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, *, beta: Tensor, state: Tensor) -> Tensor:
