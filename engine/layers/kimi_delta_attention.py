@@ -44,17 +44,12 @@ class KimiDeltaAttention:
         self.conv_weight = _taps(config, weights)
         # Stored as a logarithm so that training keeps it positive; the decay is exp(rate * dt).
         rate = weights.take("A_log", (1, 1, heads, 1), torch.float32)
-        self.rate = -rate.exp().view(heads, 1)
-        self.dt_bias = weights.take("dt_bias", (inner,), torch.float32)
-        weight, eps = weights.take("o_norm.weight", (head,)), model.rms_norm_eps
-        self.gated_norm = self.ops.gated_norm(weight, eps, gating=Gating.NORM_THEN_SIGMOID)
         self.parameters = DeltaRuleParameters(
             rate=-rate.exp().view(heads),
             dt_bias=weights.take("dt_bias", (inner,), torch.float32).view(heads, head),
         )
-        self.norm = RMSNorm(
-            weights.take("o_norm.weight", (head,)), model.rms_norm_eps, torch.float32
-        )
+        weight, eps = weights.take("o_norm.weight", (head,)), model.rms_norm_eps
+        self.gated_norm = self.ops.gated_norm(weight, eps, gating=Gating.NORM_THEN_SIGMOID)
         self._splits = [3 * inner, head, head, heads]
 
     def __call__(self, x: Tensor, residual: Tensor | None, step: ForwardPass) -> Tensor:
@@ -64,14 +59,10 @@ class KimiDeltaAttention:
         decay = self.forget(forget).view(shape)
         mixed = self.ops.causal_conv1d(mixed, conv, index, self.conv_weight, None)
         q, k, v = (part.view(shape) for part in mixed.chunk(3, dim=-1))
-        decay = dt.view(shape).mul_(self.rate)
-        o = self.ops.gated_delta_rule(q, k, v, decay, b.float().sigmoid(), temporal, index)
-        return self.out_proj(self.gated_norm(o, self.gate(gate)), residual)
         o = self.ops.gated_delta_rule(
             q, k, v, decay, b, temporal, index, parameters=self.parameters
         )
-        gated = self.norm(o).mul_(self.gate(gate).view(shape).float().sigmoid_()).to(x.dtype)
-        return self.out_proj(gated.flatten(1), residual)
+        return self.out_proj(self.gated_norm(o, self.gate(gate)), residual)
 
 
 def _taps(config: KimiDeltaAttentionConfig, weights: Weights) -> Tensor:
