@@ -72,8 +72,8 @@ inline Floats sums(const Floats (&x)[16]) {
     __m512 a = x[4 * i].of, b = x[4 * i + 1].of, c = x[4 * i + 2].of, d = x[4 * i + 3].of;
     __m512d ab = (__m512d)_mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
     __m512d cd = (__m512d)_mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
-    // In each quarter: what it adds to the sums of a, b, c and d.
-    fours[i] = _mm512_add_ps((__m512)_mm512_unpacklo_pd(ab, cd), (__m512)_mm512_unpackhi_pd(ab, cd));
+    __m512 low = (__m512)_mm512_unpacklo_pd(ab, cd), high = (__m512)_mm512_unpackhi_pd(ab, cd);
+    fours[i] = _mm512_add_ps(low, high);  // In each quarter: parts of the sums of a, b, c and d.
   }
   __m512 halves[2];
   for (int i = 0; i < 2; ++i) {

@@ -1,4 +1,4 @@
-// A mixture of experts: an expert that is chosen reads its matrices once, for all rows that chose it.
+// A mixture of experts: the matrices of each expert that is chosen are read once, for all its rows.
 //
 //   slots (row, choice)   r0:e2 r0:e0 r1:e2 r1:e1
 //   sorted by expert      r0:e0 | r1:e1 | r0:e2 r1:e2
@@ -55,7 +55,7 @@ inline void sums_of(int64_t rows, const uint32_t* pair, int64_t words, const uin
 
 // Pairs of panels [begin, end) of `pairs`, of every expert that is chosen, times its rows.
 //
-// `row_of(i)` is where the i-th sorted slot's row lies; `take(i, pair, first, second)` gets its sums.
+// `row_of(i)` is where the i-th sorted slot's row lies; `take(i, pair, a, b)` gets its sums.
 template <typename T, typename RowOf, typename Take>
 void grouped(const Groups& groups, const uint32_t* panels, int64_t words, int64_t pairs,
              int64_t begin, int64_t end, RowOf row_of, Take take) {
