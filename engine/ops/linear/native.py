@@ -16,22 +16,28 @@ SCALE = 4
 
 
 class _Panels:
-    """A packed matrix and the kernel that multiplies by it."""
+    """A packed matrix and the kernel that multiplies by it; `words`: of inputs, as it counts."""
 
-    def __init__(self, kernels: Kernels, run: Kernel, panels: Tensor, *, outputs: int) -> None:
+    def __init__(
+        self,
+        kernels: Kernels,
+        panels: Tensor,
+        bias: Tensor | None,
+        *,
+        run: Kernel,
+        outputs: int,
+        words: int,
+    ) -> None:
         self._panels = panels
+        self._bias: Tensor | None = None
+        if bias is not None:
+            self._bias = torch.zeros(len(panels))
+            self._bias[:outputs] = bias
+        self._fixed = (pointer(panels), pointer(self._bias), outputs, words)
         self._outputs = outputs
         self._run = run
         self._empty = kernels.empty
         self._threads = kernels.threads
-
-    def _fix(self, bias: Tensor | None, words: int) -> None:
-        """The fields of all calls; `words`: as the kernel counts the inputs."""
-        self._bias: Tensor | None = None
-        if bias is not None:
-            self._bias = torch.zeros(len(self._panels))
-            self._bias[: self._outputs] = bias
-        self._fixed = (pointer(self._panels), pointer(self._bias), self._outputs, words)
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         x = x.contiguous()
@@ -51,8 +57,7 @@ class NativeLinear(_Panels):
         words = inputs * weight.dtype.itemsize // WORD
         weight = weight.contiguous()
         kernels.pack(pointer(weight), outputs, words, pointer(panels))
-        super().__init__(kernels, kernels.linear, panels, outputs=outputs)
-        self._fix(bias, words)
+        super().__init__(kernels, panels, bias, run=kernels.linear, outputs=outputs, words=words)
 
 
 class NativeInt8Linear(_Panels):
@@ -67,8 +72,8 @@ class NativeInt8Linear(_Panels):
         panels = torch.empty((_padded(outputs), -(-inputs // INT8_GROUP) * group), dtype=torch.int8)
         weight = weight.contiguous()
         kernels.pack_int8(pointer(weight), outputs, inputs, pointer(panels), kernels.threads)
-        super().__init__(kernels, kernels.linear_int8, panels, outputs=outputs)
-        self._fix(bias, inputs)
+        run = kernels.linear_int8
+        super().__init__(kernels, panels, bias, run=run, outputs=outputs, words=inputs)
 
 
 def _padded(outputs: int) -> int:
