@@ -6,6 +6,8 @@
 //     panel 0   | word 0 of outputs 0 .. 31 | .. | word 15 of .. | scales of .. | next group ..
 //     panel 1   | word 0 of outputs 32 .. 63 | ..
 //
+//                           The processor itself reads such a stream ahead: told to, it is slower.
+//
 //   x [rows, inputs]        tiles of up to 12 rows, rounded to int8 group by group; after its
 //                           sixteen words, -128 times their sum, and the scale:
 //
@@ -85,10 +87,6 @@ void tile_int8(const LinearInt8<T>& it, const uint32_t* x, int64_t row, int64_t 
     for (int k = 0; k < GROUP_WORDS; ++k) {
       const uint32_t* at = w + k * 2 * LANES;
       Words first = load_words(at), second = load_words(at + LANES);
-      if (ROWS < MOST_ROWS) {
-        __builtin_prefetch(at + AHEAD);
-        __builtin_prefetch(at + AHEAD + LANES);
-      }
       auto& sum = dots[k % UNROLL];
 #pragma GCC unroll 16
       for (int m = 0; m < ROWS; ++m) {
