@@ -6,61 +6,48 @@
 //     panel 1   | inputs 0   of outputs 16 .. 31 | ...
 //
 // A word is one float or two bfloat16. So one load gives sixteen outputs their next inputs, which
-// are multiplied by one word of x, and a single row reads W as one int64_t stream.
+// are multiplied by one word of x. Four panels are read at once: a core fetches four streams from
+// memory faster than one. A row's words are added one after the other whatever rows are computed
+// with it: its result is the same, bit by bit, in a batch of any size.
 #pragma once
 
 namespace {
 
-constexpr int MOST_ROWS = 12;  // With two panels: 24 of 32 registers are sums.
-constexpr int64_t BLOCK_WORDS = 96 * 1024;  // Of x, rearranged: stays in a core's second-level cache.
-constexpr int64_t AHEAD = 64 * LANES;  // Words; 4 KiB, about what memory delivers in its latency.
+constexpr int PANELS = 4;                // Read at once.
+constexpr int MOST_ROWS = 6;             // With four panels: 24 of 32 registers are sums.
+constexpr int64_t WIDTH = PANELS * LANES;  // Outputs of a tile; W is filled up to whole ones.
+constexpr int64_t BLOCK_WORDS = 96 * 1024;  // Of x, rearranged: stays in a second-level cache.
 
-// Sums [ROWS][PANELS] of words [0, count), of panels that are `count` words apart.
+// Sums [ROWS][PANELS] of `words` words.
 //
-// Word k of row m of x is at x[m * row_step + k * word_step]. There are UNROLL sums for each
-// output, so that few rows do not wait for their own last product.
-template <typename T, int ROWS, int PANELS, int UNROLL>
-inline __attribute__((always_inline)) void multiply(const uint32_t* panel, int64_t count,
+// Word k of row m of x is at x[m * row_step + k * word_step].
+template <typename T, int ROWS>
+inline __attribute__((always_inline)) void multiply(const uint32_t* panels, int64_t words,
                                                     const uint32_t* x, int64_t row_step,
-                                                    int64_t word_step, Floats (&sums)[ROWS][PANELS]) {
-  Floats parts[UNROLL][ROWS][PANELS];
-  for (auto& part : parts)
-    for (auto& row : part)
-      for (auto& sum : row) sum = splat(0.0f);
-  auto step = [&](int64_t k, int part) __attribute__((always_inline)) {
+                                                    int64_t word_step,
+                                                    Floats (&sums)[ROWS][PANELS]) {
+#pragma GCC unroll 16
+  for (int m = 0; m < ROWS; ++m)
+#pragma GCC unroll 16
+    for (int p = 0; p < PANELS; ++p) sums[m][p] = splat(0.0f);
+  for (int64_t k = 0; k < words; ++k) {
     Words w[PANELS];
 #pragma GCC unroll 16
-    for (int p = 0; p < PANELS; ++p) {
-      const uint32_t* at = panel + (p * count + k) * LANES;
-      w[p] = load_words(at);
-      if (ROWS < MOST_ROWS) __builtin_prefetch(at + AHEAD);
-    }
+    for (int p = 0; p < PANELS; ++p) w[p] = load_words(panels + (p * words + k) * LANES);
 #pragma GCC unroll 16
     for (int m = 0; m < ROWS; ++m) {
       Words from_x = splat_word(x[m * row_step + k * word_step]);
 #pragma GCC unroll 16
-      for (int p = 0; p < PANELS; ++p)
-        parts[part][m][p] = dot(Kind<T>{}, parts[part][m][p], w[p], from_x);
+      for (int p = 0; p < PANELS; ++p) sums[m][p] = dot(Kind<T>{}, sums[m][p], w[p], from_x);
     }
-  };
-  int64_t k = 0;
-  for (; k + UNROLL <= count; k += UNROLL) {
-#pragma GCC unroll 16
-    for (int part = 0; part < UNROLL; ++part) step(k + part, part);
   }
-  for (; k < count; ++k) step(k, 0);
-  for (int m = 0; m < ROWS; ++m)
-    for (int p = 0; p < PANELS; ++p) {
-      sums[m][p] = parts[0][m][p];
-      for (int part = 1; part < UNROLL; ++part) sums[m][p] = sums[m][p] + parts[part][m][p];
-    }
 }
 
 // y [rows, outputs] = x [rows, 'words' words] W^T + bias + residual.
 template <typename T>
 struct Linear {
   const uint32_t* panels;
-  const float* bias;  // [outputs rounded up to pairs of panels] or null
+  const float* bias;  // [outputs, filled up] or null
   int64_t outputs, words;
   const T* x;
   int64_t rows;
@@ -69,15 +56,11 @@ struct Linear {
   int64_t threads;
 };
 
-// Rows [row, row + ROWS) and panels [panel, panel + PANELS) of y.
-template <typename T, int ROWS, int PANELS, int UNROLL>
-void tile(const Linear<T>& it, const uint32_t* x, int64_t row_step, int64_t word_step, int64_t row,
-          int64_t panel) {
-  Floats sums[ROWS][PANELS];
-  multiply<T, ROWS, PANELS, UNROLL>(it.panels + panel * it.words * LANES, it.words, x, row_step,
-                                    word_step, sums);
-  for (int p = 0; p < PANELS; ++p) {
-    int64_t column = (panel + p) * LANES, left = it.outputs - column;
+// Sums of ROWS rows from `row` on and of WIDTH outputs from `column` on, to where they belong.
+template <typename T, int ROWS, typename Product>
+inline void finish(const Product& it, Floats (&sums)[ROWS][PANELS], int64_t row, int64_t column) {
+  for (int p = 0; p < PANELS; ++p, column += LANES) {
+    int64_t left = it.outputs - column;
     if (left <= 0) return;
     for (int m = 0; m < ROWS; ++m) {
       Floats sum = sums[m][p];
@@ -89,68 +72,73 @@ void tile(const Linear<T>& it, const uint32_t* x, int64_t row_step, int64_t word
   }
 }
 
-// The tile of `rows` rows, 1 <= rows <= MOST_ROWS.
+// The tile of `rows` rows, 1 <= rows <= MOST_ROWS, and of the WIDTH outputs of tile `n` of W.
 template <typename T, int ROWS = MOST_ROWS>
-void tile_of(int64_t rows, const Linear<T>& it, const uint32_t* x, int64_t word_step, int64_t row,
-             int64_t panel) {
+void tile(int64_t rows, const Linear<T>& it, const uint32_t* x, int64_t row_step,
+          int64_t word_step, int64_t row, int64_t n) {
   if constexpr (ROWS > 0) {
-    if (rows == ROWS)
-      tile<T, ROWS, 2, 1>(it, x, 1, word_step, row, panel);
-    else
-      tile_of<T, ROWS - 1>(rows, it, x, word_step, row, panel);
+    if (rows != ROWS) return tile<T, ROWS - 1>(rows, it, x, row_step, word_step, row, n);
+    Floats sums[ROWS][PANELS];
+    multiply<T, ROWS>(it.panels + n * it.words * WIDTH, it.words, x, row_step, word_step, sums);
+    finish<T, ROWS>(it, sums, row, n * WIDTH);
   }
 }
 
-// Panels [begin, end), an even number of them, of few rows: x as it lies.
+// Rows [0, count) as tiles, word by word; row_of(i) is where row i lies.
+//
+//   rows 0 .. 5    | word 0 of rows 0 .. 5 | word 1 of rows 0 .. 5 | ...
+//   rows 6 .. 11   | word 0 of rows 6 .. 11 | ...
+template <typename RowOf>
+inline void rearrange(int64_t count, int64_t words, RowOf row_of, uint32_t* block) {
+  for (int64_t row = 0; row < count; ++row) {
+    const uint32_t* from = row_of(row);
+    int64_t in_tile = row % MOST_ROWS, start = row - in_tile;
+    int64_t height = count - start < MOST_ROWS ? count - start : MOST_ROWS;
+    uint32_t* to = block + start * words + in_tile;
+    for (int64_t k = 0; k < words; ++k) to[k * height] = from[k];
+  }
+}
+
+// Rows of one block of x.
+inline int64_t block_rows(int64_t words) {
+  int64_t tiles = BLOCK_WORDS / (words * MOST_ROWS);
+  return MOST_ROWS * (tiles > 0 ? tiles : 1);
+}
+
+// Tiles [begin, end) of W.
 template <typename T>
-void few_rows(const Linear<T>& it, int64_t begin, int64_t end) {
+void some_outputs(const Linear<T>& it, int64_t begin, int64_t end) {
   const uint32_t* x = (const uint32_t*)it.x;
-  for (int64_t panel = begin; panel < end; ++panel) {
-    if (it.rows == 1) tile<T, 1, 1, 8>(it, x, it.words, 1, 0, panel);
-    if (it.rows == 2) tile<T, 2, 1, 4>(it, x, it.words, 1, 0, panel);
-    if (it.rows == 3) tile<T, 3, 1, 4>(it, x, it.words, 1, 0, panel);
+  if (it.rows <= MOST_ROWS) {  // One tile: x as it lies.
+    for (int64_t n = begin; n < end; ++n) tile<T>(it.rows, it, x, it.words, 1, 0, n);
+    return;
   }
-}
-
-// Panels [begin, end), an even number of them, of many rows: blocks of x, rearranged word by word.
-template <typename T>
-void many_rows(const Linear<T>& it, int64_t begin, int64_t end) {
   static thread_local Buffer buffer;
-  int64_t tiles = BLOCK_WORDS / (it.words * MOST_ROWS);
-  int64_t most = MOST_ROWS * (tiles > 0 ? tiles : 1);
+  int64_t most = block_rows(it.words);
   uint32_t* block = buffer.of<uint32_t>(most * it.words);
   for (int64_t first = 0; first < it.rows; first += most) {
     int64_t here = it.rows - first < most ? it.rows - first : most;
-    //   rows 0 .. 11    | word 0 of rows 0 .. 11 | word 1 of rows 0 .. 11 | ...
-    //   rows 12 .. 23   | word 0 of rows 12 .. 23 | ...
-    for (int64_t row = 0; row < here; ++row) {
-      const uint32_t* from = (const uint32_t*)it.x + (first + row) * it.words;
-      int64_t in_tile = row % MOST_ROWS, start = row - in_tile;
-      int64_t height = here - start < MOST_ROWS ? here - start : MOST_ROWS;
-      uint32_t* to = block + start * it.words + in_tile;
-      for (int64_t k = 0; k < it.words; ++k) to[k * height] = from[k];
-    }
-    for (int64_t panel = begin; panel < end; panel += 2)
+    auto row_of = [&](int64_t row) { return x + (first + row) * it.words; };
+    rearrange(here, it.words, row_of, block);
+    for (int64_t n = begin; n < end; ++n)
       for (int64_t row = 0; row < here; row += MOST_ROWS) {
         int64_t height = here - row < MOST_ROWS ? here - row : MOST_ROWS;
-        tile_of<T>(height, it, block + row * it.words, height, first + row, panel);
+        tile<T>(height, it, block + row * it.words, 1, height, first + row, n);
       }
   }
 }
 
+inline int64_t tiles_of(int64_t outputs) { return (outputs + WIDTH - 1) / WIDTH; }
+
 template <typename T>
 void linear(const Linear<T>& it) {
-  int64_t pairs = (it.outputs + 2 * LANES - 1) / (2 * LANES);
+  int64_t tiles = tiles_of(it.outputs);
   each(it.threads, it.threads, [&](int64_t part) {
-    int64_t begin = 2 * (pairs * part / it.threads), end = 2 * (pairs * (part + 1) / it.threads);
-    if (it.rows <= 3)
-      few_rows(it, begin, end);
-    else
-      many_rows(it, begin, end);
+    some_outputs(it, tiles * part / it.threads, tiles * (part + 1) / it.threads);
   });
 }
 
-// Panels of W [outputs, words], the rest of the last pair zero.
+// Panels of W [outputs, words], filled up with zeros.
 struct Pack {
   const uint32_t* weight;
   int64_t outputs, words;
@@ -158,8 +146,7 @@ struct Pack {
 };
 
 inline void pack(const Pack& it) {
-  int64_t panels = (it.outputs + 2 * LANES - 1) / (2 * LANES) * 2;
-  for (int64_t panel = 0; panel < panels; ++panel) {
+  for (int64_t panel = 0; panel < tiles_of(it.outputs) * PANELS; ++panel) {
     uint32_t* to = it.panels + panel * it.words * LANES;
     // Sixteen rows are read side by side, so that every cache line is read once.
     for (int64_t k = 0; k < it.words; ++k)

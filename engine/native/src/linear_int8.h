@@ -1,17 +1,15 @@
 // y = x W^T + bias + residual, of int8 by groups of 64 inputs with one float32 scale for each.
 //
-//   W [outputs, inputs]     panels of 32 outputs, each one stream of groups; a group is sixteen
+//   W [outputs, inputs]     panels of 16 outputs, each one stream of groups; a group is sixteen
 //                           words of four int8, stored plus 128, and the scales:
 //
-//     panel 0   | word 0 of outputs 0 .. 31 | .. | word 15 of .. | scales of .. | next group ..
-//     panel 1   | word 0 of outputs 32 .. 63 | ..
+//     panel 0   | word 0 of outputs 0 .. 15 | .. | word 15 of .. | scales of .. | next group ..
+//     panel 1   | word 0 of outputs 16 .. 31 | ..
 //
-//                           The processor itself reads such a stream ahead: told to, it is slower.
-//
-//   x [rows, inputs]        tiles of up to 12 rows, rounded to int8 group by group; after its
+//   x [rows, inputs]        tiles of up to 6 rows, rounded to int8 group by group; after its
 //                           sixteen words, -128 times their sum, and the scale:
 //
-//     rows 0 .. 11   | word 0 of rows 0 .. 11 | .. | word 15 of .. | sums of .. | scales of .. | ..
+//     rows 0 .. 5    | word 0 of rows 0 .. 5 | .. | word 15 of .. | sums of .. | scales of .. | ..
 //
 // The product of bytes takes W unsigned. Its sums begin at -128 times those of x, which is what the
 // stored 128 add. They are exact, and a row's groups are added in one order whatever its tile.
@@ -21,8 +19,8 @@ namespace {
 
 constexpr int64_t GROUP = 64;
 constexpr int64_t GROUP_WORDS = GROUP / 4;
-constexpr int64_t PANEL_STEP = (GROUP_WORDS + 1) * 2 * LANES;  // Words of a group of 32 outputs.
-constexpr int64_t ROW_STEP = GROUP_WORDS + 2;                  // Words of a group of one row.
+constexpr int64_t PANEL_STEP = (GROUP_WORDS + 1) * LANES;  // Words of a group of 16 outputs.
+constexpr int64_t ROW_STEP = GROUP_WORDS + 2;              // Words of a group of one row.
 constexpr float MOST = 127.0f;
 constexpr float LEAST_SCALE = 0x1p-126f;  // Below, numbers lose digits: such a group is zero.
 
@@ -57,7 +55,7 @@ inline Rounded round_group(const T* from, int64_t count, int8_t* to) {
 template <typename T>
 struct LinearInt8 {
   const uint32_t* panels;
-  const float* bias;  // [outputs rounded up to panels] or null
+  const float* bias;  // [outputs, filled up] or null
   int64_t outputs, inputs;
   const T* x;
   int64_t rows;
@@ -66,69 +64,45 @@ struct LinearInt8 {
   int64_t threads;
 };
 
-// ROWS rows from `row` on, of one panel. There are UNROLL sums for each output, so that few rows do
-// not wait for their own last product.
-template <typename T, int ROWS, int UNROLL>
-void tile_int8(const LinearInt8<T>& it, const uint32_t* x, int64_t row, int64_t panel) {
-  int64_t groups = groups_of(it.inputs);
-  const uint32_t* w = it.panels + panel * groups * PANEL_STEP;
-  Floats sums[ROWS][2];
-  for (auto& of_row : sums)
-    for (auto& sum : of_row) sum = splat(0.0f);
-  for (int64_t group = 0; group < groups; ++group, w += PANEL_STEP, x += ROWS * ROW_STEP) {
-    Words dots[UNROLL][ROWS][2];
-#pragma GCC unroll 16
-    for (int part = 0; part < UNROLL; ++part)
+// The tile of `rows` rows, 1 <= rows <= MOST_ROWS, and of the WIDTH outputs of tile `n` of W.
+template <typename T, int ROWS = MOST_ROWS>
+void tile_int8(int64_t rows, const LinearInt8<T>& it, const uint32_t* x, int64_t row, int64_t n) {
+  if constexpr (ROWS > 0) {
+    if (rows != ROWS) return tile_int8<T, ROWS - 1>(rows, it, x, row, n);
+    int64_t groups = groups_of(it.inputs);
+    const uint32_t* w = it.panels + n * PANELS * groups * PANEL_STEP;
+    Floats sums[ROWS][PANELS];
+    for (auto& of_row : sums)
+      for (auto& sum : of_row) sum = splat(0.0f);
+    for (int64_t group = 0; group < groups; ++group, w += PANEL_STEP, x += ROWS * ROW_STEP) {
+      Words dots[ROWS][PANELS];
 #pragma GCC unroll 16
       for (int m = 0; m < ROWS; ++m)
-        dots[part][m][0] = dots[part][m][1] = splat_word(part ? 0 : x[GROUP_WORDS * ROWS + m]);
-    // Without a loop, since compilers move sums from register to register at its end.
 #pragma GCC unroll 16
-    for (int k = 0; k < GROUP_WORDS; ++k) {
-      const uint32_t* at = w + k * 2 * LANES;
-      Words first = load_words(at), second = load_words(at + LANES);
-      auto& sum = dots[k % UNROLL];
+        for (int p = 0; p < PANELS; ++p) dots[m][p] = splat_word(x[GROUP_WORDS * ROWS + m]);
+      // Without a loop, since compilers move sums from register to register at its end.
 #pragma GCC unroll 16
-      for (int m = 0; m < ROWS; ++m) {
-        Words from_x = splat_word(x[k * ROWS + m]);
-        sum[m][0] = dot_bytes(sum[m][0], first, from_x);
-        sum[m][1] = dot_bytes(sum[m][1], second, from_x);
+      for (int k = 0; k < GROUP_WORDS; ++k) {
+        Words own[PANELS];
+#pragma GCC unroll 16
+        for (int p = 0; p < PANELS; ++p) own[p] = load_words(w + p * groups * PANEL_STEP + k * LANES);
+#pragma GCC unroll 16
+        for (int m = 0; m < ROWS; ++m) {
+          Words from_x = splat_word(x[k * ROWS + m]);
+#pragma GCC unroll 16
+          for (int p = 0; p < PANELS; ++p) dots[m][p] = dot_bytes(dots[m][p], own[p], from_x);
+        }
+      }
+      const float* of_x = (const float*)(x + (GROUP_WORDS + 1) * ROWS);
+#pragma GCC unroll 16
+      for (int p = 0; p < PANELS; ++p) {
+        Floats of_w = load((const float*)(w + p * groups * PANEL_STEP + GROUP_WORDS * LANES));
+#pragma GCC unroll 16
+        for (int m = 0; m < ROWS; ++m)
+          sums[m][p] = fma(to_floats(dots[m][p]), of_w * splat(of_x[m]), sums[m][p]);
       }
     }
-    const float* scales = (const float*)(w + GROUP_WORDS * 2 * LANES);
-    const float* of_x = (const float*)(x + (GROUP_WORDS + 1) * ROWS);
-#pragma GCC unroll 16
-    for (int m = 0; m < ROWS; ++m)
-#pragma GCC unroll 16
-      for (int p = 0; p < 2; ++p) {
-        Words dot = dots[0][m][p];
-        for (int part = 1; part < UNROLL; ++part) dot = dot + dots[part][m][p];
-        Floats scale = load(scales + p * LANES) * splat(of_x[m]);
-        sums[m][p] = fma(to_floats(dot), scale, sums[m][p]);
-      }
-  }
-  for (int p = 0; p < 2; ++p) {
-    int64_t column = (2 * panel + p) * LANES, left = it.outputs - column;
-    if (left <= 0) return;
-    for (int m = 0; m < ROWS; ++m) {
-      Floats sum = sums[m][p];
-      int64_t at = (row + m) * it.outputs + column;
-      if (it.bias) sum = sum + load(it.bias + column);
-      if (it.residual) sum = sum + load(it.residual + at, left);
-      store(it.y + at, sum, left);
-    }
-  }
-}
-
-// The tile of `rows` rows, 1 <= rows <= MOST_ROWS.
-template <typename T, int ROWS = MOST_ROWS>
-void tile_int8_of(int64_t rows, const LinearInt8<T>& it, const uint32_t* x, int64_t row,
-                  int64_t panel) {
-  if constexpr (ROWS > 0) {
-    if (rows == ROWS)
-      tile_int8<T, ROWS, ROWS <= 2 ? 4 : 1>(it, x, row, panel);
-    else
-      tile_int8_of<T, ROWS - 1>(rows, it, x, row, panel);
+    finish<T, ROWS>(it, sums, row, n * WIDTH);
   }
 }
 
@@ -158,24 +132,22 @@ void linear_int8(const LinearInt8<T>& it) {
     int64_t row = n * MOST_ROWS, left = it.rows - row;
     round_tile(it, row, left < MOST_ROWS ? left : MOST_ROWS, x + row * words);
   });
-  int64_t panels = (it.outputs + 2 * LANES - 1) / (2 * LANES);
-  int64_t tiles = BLOCK_WORDS / (words * MOST_ROWS);
-  int64_t most = MOST_ROWS * (tiles > 0 ? tiles : 1);
+  int64_t tiles = tiles_of(it.outputs), most = block_rows(words);
   each(it.threads, it.threads, [&](int64_t part) {
-    int64_t begin = panels * part / it.threads, end = panels * (part + 1) / it.threads;
+    int64_t begin = tiles * part / it.threads, end = tiles * (part + 1) / it.threads;
     // Blocks of x that stay in a core's second-level cache, under every panel.
     for (int64_t first = 0; first < it.rows; first += most) {
       int64_t last = first + most < it.rows ? first + most : it.rows;
-      for (int64_t panel = begin; panel < end; ++panel)
+      for (int64_t n = begin; n < end; ++n)
         for (int64_t row = first; row < last; row += MOST_ROWS) {
           int64_t height = last - row < MOST_ROWS ? last - row : MOST_ROWS;
-          tile_int8_of<T>(height, it, x + row * words, row, panel);
+          tile_int8<T>(height, it, x + row * words, row, n);
         }
     }
   });
 }
 
-// Panels of W [outputs, inputs], rounded; the rest of the last one is zero.
+// Panels of W [outputs, inputs], rounded, filled up with zeros.
 template <typename T>
 struct PackInt8 {
   const T* weight;
@@ -186,21 +158,21 @@ struct PackInt8 {
 
 template <typename T>
 void pack_int8(const PackInt8<T>& it) {
-  int64_t groups = groups_of(it.inputs), padded = (it.outputs + 2 * LANES - 1) / (2 * LANES);
-  each(padded, it.threads, [&](int64_t panel) {
+  int64_t groups = groups_of(it.inputs);
+  each(tiles_of(it.outputs) * PANELS, it.threads, [&](int64_t panel) {
     for (int64_t group = 0; group < groups; ++group) {
       uint32_t* to = it.panels + (panel * groups + group) * PANEL_STEP;
       int64_t left = it.inputs - group * GROUP;
-      for (int64_t lane = 0; lane < 2 * LANES; ++lane) {
+      for (int64_t lane = 0; lane < LANES; ++lane) {
         alignas(64) uint32_t words[GROUP_WORDS] = {};
         Rounded rounded = {0.0f, 0};
-        int64_t output = panel * 2 * LANES + lane;
+        int64_t output = panel * LANES + lane;
         if (output < it.outputs)
           rounded = round_group(it.weight + output * it.inputs + group * GROUP,
                                 left < GROUP ? left : GROUP, (int8_t*)words);
         // A byte with its highest bit turned is the number plus 128.
-        for (int64_t k = 0; k < GROUP_WORDS; ++k) to[k * 2 * LANES + lane] = words[k] ^ 0x80808080;
-        memcpy(to + GROUP_WORDS * 2 * LANES + lane, &rounded.scale, sizeof rounded.scale);
+        for (int64_t k = 0; k < GROUP_WORDS; ++k) to[k * LANES + lane] = words[k] ^ 0x80808080;
+        memcpy(to + GROUP_WORDS * LANES + lane, &rounded.scale, sizeof rounded.scale);
       }
     }
   });

@@ -6,10 +6,7 @@ from torch import Tensor
 from engine.model_configs.feed_forward import Activation
 from engine.native.kernels import Kernels, pointer
 from engine.ops.activation.native import FUNCTIONS
-from engine.ops.linear.native import PANEL, WORD
-
-LANES = PANEL // 2
-"""Outputs of one panel; a kernel takes two."""
+from engine.ops.linear.native import LANES, WIDTH, WORD
 
 
 class NativeExperts:
@@ -59,7 +56,7 @@ def _packed(kernels: Kernels, matrices: Tensor, *, sides: int) -> Tensor:
     panels    | gate 0 .. 15 | up 0 .. 15 | gate 16 .. 31 | up 16 .. 31 |
     """
     count, outputs, inputs = matrices.shape
-    step = PANEL // sides
+    step = WIDTH // sides
     side = outputs // sides
     padded = -(-side // step) * step
     panels = torch.empty((count, sides * padded, inputs), dtype=matrices.dtype)

@@ -5,7 +5,9 @@ from torch import Tensor
 
 from engine.native.kernels import Kernel, Kernels, pointer
 
-PANEL = 32
+LANES = 16
+"""Outputs of one panel."""
+WIDTH = 4 * LANES
 """Outputs that are computed together; a matrix is filled up with rows of zeros."""
 WORD = 4
 """Bytes that a kernel takes of a row at a time."""
@@ -77,7 +79,7 @@ class NativeInt8Linear(_Panels):
 
 
 def _padded(outputs: int) -> int:
-    return -(-outputs // PANEL) * PANEL
+    return -(-outputs // WIDTH) * WIDTH
 
 
 def is_suited(weight: Tensor) -> bool:
