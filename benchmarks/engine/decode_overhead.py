@@ -1,24 +1,28 @@
-"""`python -m benchmarks.engine.decode_overhead`: what a decode step costs outside torch operators.
+"""`python -m benchmarks.engine.decode_overhead`: what a decode step costs outside of operators.
 
 The step is all of `EngineCore.step`: schedule, build the batch, forward, sample, update. Its time
 is taken twice, in alternating rounds of a few steps whose fastest counts:
 
 - `wall`: by the clock, with nothing attached.
 - `ops`: under torch.profiler, the sum over top-level operators (those not called by another one)
-  of the time between their entry and their exit in C++.
+  of the time between their entry and their exit in C++; and the native kernels, by the clock
+  around each call: a recorded forward pass is one.
 
 overhead = wall - ops: Python in scheduler, layers and sampler, the bindings' parsing and wrapping
 of arguments, the allocator of Python objects. It does not count dispatch inside an operator (about
-1 us each), which no engine in eager mode can avoid; the last column gives the number of operators.
+1 us each), which no engine in eager mode can avoid; the last column gives the number of operators
+and calls of kernels.
 The profiler lengthens operators that call others, so `wall - ops` is a little too low; the upper
 bound is profiled wall - ops, which counts all of the profiler's own cost as ours.
 """
 
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter
 from typing import Annotated, Any
+from unittest.mock import patch
 
 import msgspec
 import typer
@@ -29,6 +33,8 @@ from benchmarks.support.models import MODELS, random_prompts, save_random
 from benchmarks.support.pairs import Spread, alternate, turns
 from benchmarks.support.plots import grouped_bars
 from benchmarks.support.tandem_engine import ARENA_BYTES, BareCore, request_of
+from engine.native.kernels import Kernel
+from engine.native.recording import Recording
 from serving.config import NodeConfig
 
 SECONDS = (180, 30)
@@ -40,10 +46,10 @@ WARM_STEPS = 10
 HEADERS = (
     "case",
     "step us",
-    "outside torch ops us",
+    "outside of ops us",
     "share",
     "at most us",
-    "torch ops us",
+    "ops us",
     "ops per step",
 )
 
@@ -91,18 +97,45 @@ class Bench:
 
     def profiled(self) -> Sample:
         """STEPS steps under the profiler."""
-        with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
+        kernels: list[list[float]] = []
+        with (
+            timed_kernels() as seen,
+            profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler,
+        ):
             for _ in range(STEPS):
                 with record_function(STEP):
                     self._core.step()
+                kernels.append(seen.copy())
+                seen.clear()
         steps = [event for event in profiler.events() if event.name == STEP]
-        return min(map(_sample, steps), key=lambda sample: sample.wall)
+        samples = map(_sample, steps, kernels)
+        return min(samples, key=lambda sample: sample.wall)
 
 
-def _sample(step: Any) -> Sample:
-    """One profiled step, whose children are the top-level operators."""
-    ops = [child.time_range.elapsed_us() for child in step.cpu_children]
+def _sample(step: Any, kernels: list[float]) -> Sample:
+    """One profiled step, whose children are the top-level operators; and its kernels' times."""
+    ops = [child.time_range.elapsed_us() for child in step.cpu_children] + kernels
     return Sample(step.time_range.elapsed_us(), sum(ops), len(ops))
+
+
+@contextmanager
+def timed_kernels() -> Iterator[list[float]]:
+    """Collects the microseconds of every call of a native kernel, or of a recording."""
+    seen: list[float] = []
+
+    def timed(run: Callable[..., None]) -> Callable[..., None]:
+        def call(*arguments: Any) -> None:
+            started = perf_counter()
+            run(*arguments)
+            seen.append(1e6 * (perf_counter() - started))
+
+        return call
+
+    with (
+        patch.object(Kernel, "__call__", timed(Kernel.__call__)),
+        patch.object(Recording, "replay", timed(Recording.replay)),
+    ):
+        yield seen
 
 
 def measure(case: str, bench: Bench, rounds: int, *, until: float, done: Callable[[], None]) -> Row:
@@ -182,7 +215,7 @@ def main(
     quick: report.Quick = False,
     out: report.Out = report.RESULTS,
 ) -> None:
-    """Decode step time outside torch operators, in microseconds, at batch 8 and 32."""
+    """Decode step time outside of operators, in microseconds, at batch 8 and 32."""
     found = report.Report("decode_overhead", out, SECONDS, cpu=cpu, quick=quick)
     models, batches = model or list(MODELS), list(BATCHES)
     if quick:
@@ -191,7 +224,7 @@ def main(
     host = machine.describe(found.host)
     note = f"fastest of {STEPS} steps, median of at most {rounds} rounds; {host}"
     found.publish("Decode step", headers=HEADERS, rows=list(map(cells, rows)), note=note)
-    series = {"torch operators": [r.ops for r in rows], "overhead": [r.overhead for r in rows]}
+    series = {"operators": [r.ops for r in rows], "overhead": [r.overhead for r in rows]}
     grouped_bars(found.plot(), [row.case for row in rows], series, ylabel="us per step")
     found.save(rows)
 

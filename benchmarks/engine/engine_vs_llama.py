@@ -63,7 +63,7 @@ class Precision:
 
     options: Mapping[str, str]
     peers: tuple[str, ...]
-    weight_bytes: int
+    weight_bytes: float
     product: torch.dtype
 
 
@@ -72,6 +72,10 @@ PRECISIONS: Mapping[str, Precision] = MappingProxyType(
     {
         "f32": Precision({"dtype": "float32"}, ("f32",), 4, torch.float32),
         "bf16": Precision({"dtype": "bfloat16"}, ("bf16", "q8_0"), 2, torch.bfloat16),
+        # 8 bits and a float32 scale for 64 of them.
+        "int8": Precision(
+            {"dtype": "bfloat16", "quantization": "int8"}, ("q8_0",), 1.0625, torch.int8
+        ),
     }
 )
 # Least ratios to a peer, by precision, peer and batch of decode.
@@ -82,6 +86,9 @@ PEER_TARGETS: Mapping[tuple[str, str, int], float] = MappingProxyType(
         ("bf16", "bf16", 32): 1.6,
         ("bf16", "q8_0", 8): 1.3,
         ("bf16", "q8_0", 32): 1.6,
+        ("int8", "q8_0", 1): 0.8,
+        ("int8", "q8_0", 8): 1.0,
+        ("int8", "q8_0", 32): 1.0,
     }
 )
 FLOOR_TARGETS: Mapping[tuple[str, str, int], float] = MappingProxyType(
@@ -164,7 +171,7 @@ def measure(
     ways: dict[str, Callable[[], float]] = {
         "tandem": lambda: work.rate(sides.node.generate(prompts, work.new_tokens)),
         "stream": lambda: stream_floor(
-            work, precision.weight_bytes * sides.parameters, sides.state_bytes
+            work, int(precision.weight_bytes * sides.parameters), sides.state_bytes
         ),
         "gemm": lambda: gemm_floor(sides.parameters, precision.product),
     }

@@ -65,7 +65,8 @@ class BareEngine:
         )
         self.cache = KVCacheManager(plan, prefix_caching=prefix_caching)
         self.scheduler = Scheduler(limits, self.cache, connector.scheduler)
-        self._core = EngineCore(self.scheduler, ModelRunner(model, plan, self._arena), connector)
+        self.runner = ModelRunner(model, plan, self._arena)
+        self._core = EngineCore(self.scheduler, self.runner, connector)
 
     def add(self, origin: GenerateRequest) -> str:
         """Puts a request into the queue; returns the name under which it will be in `done`."""
