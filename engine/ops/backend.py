@@ -14,7 +14,7 @@ from torch import Tensor
 
 from engine.compute_config import KernelChoice, Quantization
 from engine.forward import AttentionCache, AttentionIndex, StateIndex
-from engine.model_configs.feed_forward import Activation
+from engine.model_configs.feed_forward import Activation, RouterConfig
 from engine.model_configs.recurrent import Gating
 from engine.native.kernels import Kernels, load_kernels
 from engine.ops.activation.fast import make_activation
@@ -40,6 +40,8 @@ from engine.ops.paged_attention.fast import paged_attention
 from engine.ops.paged_attention.native import NativeAttention
 from engine.ops.rotary.fast import rotate_
 from engine.ops.rotary.native import NativeRotate
+from engine.ops.router.fast import TorchRouter
+from engine.ops.router.native import NativeRouter
 from engine.ops.scratch import Scratch
 from engine.ops.selective_scan.fast import selective_scan
 from engine.ops.ssd.fast import ssd
@@ -240,6 +242,23 @@ class StateSpaceDuality(Protocol):
     ) -> Tensor: ...
 
 
+class Router(Protocol):
+    """x [T, in] -> the experts of each token, int64 [T, k], and their shares, float32 [T, k].
+
+    A rounded score may choose another expert than an unrounded one, so all scores are float32.
+    """
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]: ...
+
+
+class MakeRouter(Protocol):
+    """Of matrix [count, in] and correction [count] or None, both float32."""
+
+    def __call__(
+        self, config: RouterConfig, matrix: Tensor, correction: Tensor | None
+    ) -> Router: ...
+
+
 class Mixture(Protocol):
     """Every token through its experts: x [T, D], chosen int64 [T, k], shares float32 [T, k].
 
@@ -284,6 +303,7 @@ class Ops:
     gated_delta_rule: GatedDeltaRule
     selective_scan: SelectiveScan
     ssd: StateSpaceDuality
+    router: MakeRouter
     experts: MakeMixture
 
     @property
@@ -309,6 +329,7 @@ def torch_ops(quantization: Quantization | None = None) -> Ops:
         gated_delta_rule=partial(gated_delta_rule, scratch=scratch),
         selective_scan=selective_scan,
         ssd=ssd,
+        router=TorchRouter,
         experts=TorchExperts,
     )
 
@@ -335,6 +356,7 @@ def native_ops(kernels: Kernels, quantization: Quantization | None = None) -> Op
         native=kernels,
         linear=linear,
         paged_attention=NativeAttention(kernels, Scratch()),
+        router=partial(NativeRouter, kernels),
         experts=experts,
         norm=partial(NativeNorm, kernels),
         gated_norm=partial(NativeGatedNorm, kernels),

@@ -6,17 +6,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.layers.experts import Router
 from engine.model_configs.feed_forward import Activation, RouterConfig, Scoring
-from engine.ops.backend import MakeMixture, Mixture
+from engine.ops.backend import MakeMixture, MakeRouter, Mixture, Router
 from engine.ops.experts import naive
 from engine.ops.experts.fast import TorchExperts
 from engine.ops.experts.native import NativeExperts
+from engine.ops.router.fast import TorchRouter
+from engine.ops.router.native import NativeRouter
 from tests.ops.native import native_kernels
 
 
 def native(up: Tensor, down: Tensor, *, activation: Activation, gated: bool) -> Mixture:
     return NativeExperts(native_kernels(up.dtype), up, down, activation=activation, gated=gated)
+
+
+def native_router(config: RouterConfig, matrix: Tensor, correction: Tensor | None) -> Router:
+    return NativeRouter(native_kernels(), config, matrix, correction)
 
 
 @pytest.mark.parametrize("make", [TorchExperts, native])
@@ -105,12 +110,13 @@ class TestRouter:
         ],
         ids=["softmax", "as-scored", "sigmoid", "groups"],
     )
-    def test_choice_and_shares(self, config: RouterConfig) -> None:
+    @pytest.mark.parametrize("make", [TorchRouter, native_router])
+    def test_choice_and_shares(self, make: MakeRouter, config: RouterConfig) -> None:
         draw = torch.Generator().manual_seed(3)
         logits = torch.randn((50, config.count), generator=draw)
         bias = torch.randn(config.count, generator=draw)
         correction = bias if config.correction_bias else None
-        router = Router(config, torch.eye(config.count), correction)
+        router = make(config, torch.eye(config.count), correction)
         for row, own, shares in zip(logits, *router(logits), strict=True):
             self.check(config, row, bias, dict(zip(own.tolist(), shares.tolist(), strict=True)))
 
@@ -128,3 +134,23 @@ class TestRouter:
         best = sorted(open_to, key=lambda expert: -judged[expert])[: config.top_k]
         total = sum(scores[e] for e in best) + config.floor if config.renormalise else 1.0
         assert got == pytest.approx({e: config.scale * scores[e] / total for e in best})
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_native_scores_are_those_of_the_matrix(self, dtype: torch.dtype) -> None:
+        """More experts than a tile has, and sizes that fill no vector."""
+        config = RouterConfig(count=150, top_k=5)
+        draw = torch.Generator().manual_seed(5)
+        x = torch.randn((20, 37), generator=draw).to(dtype)
+        matrix = torch.randn((150, 37), generator=draw)
+        chosen, shares = NativeRouter(native_kernels(dtype), config, matrix, None)(x)
+        expected, their_shares = TorchRouter(config, matrix, None)(x)
+        assert torch.equal(chosen, expected)
+        torch.testing.assert_close(shares, their_shares)
+
+    def test_experts_of_broken_rows_exist(self) -> None:
+        """A row of NaN or infinity still names experts: its tokens fail, and no other's."""
+        config = RouterConfig(count=6, top_k=3, scoring=Scoring.SIGMOID, groups=3, top_groups=2)
+        x = torch.tensor([[torch.nan] * 6, [torch.inf] * 6, [-torch.inf] * 6])
+        chosen, _ = NativeRouter(native_kernels(), config, torch.eye(6), None)(x)
+        assert chosen.min() >= 0
+        assert chosen.max() < 6

@@ -23,4 +23,5 @@ extern "C" __attribute__((visibility("default"))) int tandem_runs_here() {
 
 #include "experts.h"
 #include "replay.h"
+#include "router.h"
 #include "ssd.h"

@@ -55,7 +55,7 @@ class NativeLinear(_Panels):
 
     def __init__(self, kernels: Kernels, weight: Tensor, bias: Tensor | None) -> None:
         outputs, inputs = weight.shape
-        panels = torch.empty((_padded(outputs), inputs), dtype=weight.dtype)
+        panels = torch.empty((padded(outputs), inputs), dtype=weight.dtype)
         words = inputs * weight.dtype.itemsize // WORD
         weight = weight.contiguous()
         kernels.pack(pointer(weight), outputs, words, pointer(panels))
@@ -71,14 +71,15 @@ class NativeInt8Linear(_Panels):
     def __init__(self, kernels: Kernels, weight: Tensor, bias: Tensor | None) -> None:
         outputs, inputs = weight.shape
         group = INT8_GROUP + SCALE
-        panels = torch.empty((_padded(outputs), -(-inputs // INT8_GROUP) * group), dtype=torch.int8)
+        panels = torch.empty((padded(outputs), -(-inputs // INT8_GROUP) * group), dtype=torch.int8)
         weight = weight.contiguous()
         kernels.pack_int8(pointer(weight), outputs, inputs, pointer(panels), kernels.threads)
         run = kernels.linear_int8
         super().__init__(kernels, panels, bias, run=run, outputs=outputs, words=inputs)
 
 
-def _padded(outputs: int) -> int:
+def padded(outputs: int) -> int:
+    """Rows of a packed matrix: whole tiles."""
     return -(-outputs // WIDTH) * WIDTH
 
 
