@@ -15,6 +15,7 @@ import structlog
 import torch
 from torch import Tensor
 
+from engine.native.huge_pages import HugePages
 from engine.native.recording import Recording, TorchWork, Workspace
 
 log = structlog.get_logger()
@@ -55,6 +56,7 @@ class Kernels:
         self.threads = threads
         self.calls: Calls | None = None
         self.torch_work: list[str] = []
+        self.huge_pages = HugePages()
         self._workspace = Workspace()
         self._replay = library.tandem_replay
         name = str(dtype).removeprefix("torch.")

@@ -44,7 +44,7 @@ class Compared:
         return hidden
 
 
-@pytest.mark.parametrize("family", ["bamba", "qwen3_5", "lfm2", "gemma3"])
+@pytest.mark.parametrize("family", ["nemotron_h", "qwen3_5", "lfm2", "gemma3"])
 def test_a_replay_writes_the_bits_of_its_kernels(family: str, checkpoints: dict[str, Path]) -> None:
     """Requests come and go, so that batches grow and shrink, and outgrow their recordings."""
     native_kernels()

@@ -59,7 +59,7 @@ def _packed(kernels: Kernels, matrices: Tensor, *, sides: int) -> Tensor:
     step = WIDTH // sides
     side = outputs // sides
     padded = -(-side // step) * step
-    panels = torch.empty((count, sides * padded, inputs), dtype=matrices.dtype)
+    panels = kernels.huge_pages.take((count, sides * padded, inputs), matrices.dtype)
     rows = torch.zeros((sides, padded, inputs), dtype=matrices.dtype)
     words = inputs * matrices.dtype.itemsize // WORD
     for matrix, own in zip(matrices, panels, strict=True):

@@ -55,7 +55,7 @@ class NativeLinear(_Panels):
 
     def __init__(self, kernels: Kernels, weight: Tensor, bias: Tensor | None) -> None:
         outputs, inputs = weight.shape
-        panels = torch.empty((padded(outputs), inputs), dtype=weight.dtype)
+        panels = kernels.huge_pages.take((padded(outputs), inputs), weight.dtype)
         words = inputs * weight.dtype.itemsize // WORD
         weight = weight.contiguous()
         kernels.pack(pointer(weight), outputs, words, pointer(panels))
@@ -71,7 +71,8 @@ class NativeInt8Linear(_Panels):
     def __init__(self, kernels: Kernels, weight: Tensor, bias: Tensor | None) -> None:
         outputs, inputs = weight.shape
         group = INT8_GROUP + SCALE
-        panels = torch.empty((padded(outputs), -(-inputs // INT8_GROUP) * group), dtype=torch.int8)
+        shape = (padded(outputs), -(-inputs // INT8_GROUP) * group)
+        panels = kernels.huge_pages.take(shape, torch.int8)
         weight = weight.contiguous()
         kernels.pack_int8(pointer(weight), outputs, inputs, pointer(panels), kernels.threads)
         run = kernels.linear_int8
