@@ -1,6 +1,6 @@
 # One image for prefill nodes, decode nodes and proxies: `docker build --tag tandem .`
 #
-# BASE: any image with Python 3.11 or newer and its venv. PyTorch's wheels bring CUDA's libraries along,
+# BASE: any image with Python 3.11 or newer and its venv, and with g++ or apt-get. PyTorch's wheels bring CUDA's libraries along,
 # so for GPUs it is enough to build with TORCH_INDEX=https://pypi.org/simple.
 # PACKAGES: more to install; KubeRay needs EXTRAS=hub,nixl,otel,ray and PACKAGES='ray[default,serve]'.
 ARG BASE=python:3.11-slim
@@ -10,6 +10,9 @@ ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 ARG EXTRAS=hub,nixl,otel
 ARG PACKAGES=
 ENV PATH=/opt/tandem/bin:$PATH PIP_NO_CACHE_DIR=1
+# For the native kernels; the image itself needs no compiler.
+RUN command -v g++ \
+    || (apt-get update && apt-get install --yes --no-install-recommends g++)
 RUN python3 -m venv /opt/tandem
 WORKDIR /src
 COPY constraints.txt ./

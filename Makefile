@@ -17,7 +17,8 @@ help: ## this list
 
 setup: $(STAMP) ## create .venv and install everything
 
-$(STAMP): pyproject.toml constraints.txt
+# A changed kernel is compiled by installing again.
+$(STAMP): pyproject.toml constraints.txt $(wildcard engine/native/src/*)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
 	$(BIN)/pip install --progress-bar on --constraint constraints.txt torch
