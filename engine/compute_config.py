@@ -1,13 +1,13 @@
-"""How a node computes with a model: choices of its operator that config.json does not know."""
+"""How a node computes with a model: options that config.json has no words for."""
 
 from dataclasses import dataclass
 from typing import Final, Literal
 
 KernelChoice = Literal["auto", "torch"]
-"""`auto`: the native kernels where they run, else torch's operators; `torch`: always these."""
+"""`auto`: the native kernels where they run, else torch's operators; `torch`: these everywhere."""
 
 Quantization = Literal["int8"]
-"""Of the matrices of linear layers, when they are loaded; see `engine/ops/linear/naive.py`."""
+"""Of linear layers' matrices, when they are loaded; `engine/ops/linear/naive.py` has its rule."""
 
 
 @dataclass(slots=True, frozen=True)

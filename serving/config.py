@@ -408,7 +408,7 @@ class NodeConfig(ServerConfig, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def compute(self) -> ComputeConfig:
-        """What the loader of the model needs to know."""
+        """The options that the loader of the model takes."""
         return ComputeConfig(self.kernels, self.quantization)
 
     def check(self) -> None:

@@ -28,7 +28,7 @@ class Machine(msgspec.Struct, frozen=True):
 
 
 def prepare(cpu: str, threads: int = 1) -> Machine:
-    """Torch's threads; this process and its children stay on the cores `cpu` (`0,1`, `all`)."""
+    """Sets torch's threads; keeps this process and its children on cores `cpu` (`0,1`, `all`)."""
     torch.set_num_threads(threads)
     load = os.getloadavg()[0]
     cores = os.cpu_count() or 1

@@ -26,7 +26,7 @@ class Work(msgspec.Struct, frozen=True):
 
     @property
     def prompt_tokens(self) -> int:
-        """Of every prompt."""
+        """Tokens of every prompt."""
         return PROMPT_TOKENS if self.phase == DECODE else PREFILL_TOKENS
 
     @property

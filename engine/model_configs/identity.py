@@ -2,12 +2,12 @@
 
 Two nodes hand K/V over, and a node reads what another has left in a tier, only if their models are
 one. That means: equal parsed configs, whatever the files leave to defaults; equal bytes of all
-tensors; equal types of compute, K/V and states. A checkpoint in 8-bit floats and its original are
-two models: their bytes differ, and so do most weights that are computed with. The kind of device
-does not count, nor does the number of threads: they change the order in which sums are rounded, and
-a P on a GPU with a D on a CPU is a pair whose tokens are equal (benchmarks/pages/gpu.md). So both
-may share the folder of a tier, too. Nor do tokenizer, chat template and limits count: they change
-no K/V.
+tensors; equal types of compute, K/V and states; the same kernels and quantization. A checkpoint in
+8-bit floats and its original are two models: their bytes differ, and so do most weights that are
+computed with. The kind of device does not count, nor does the number of threads: by torch's
+operators a P on a GPU with a D on a CPU is a pair whose tokens are equal (benchmarks/pages/gpu.md).
+So both may share the folder of a tier, too. Nor do tokenizer, chat template and limits count: they
+change no K/V.
 """
 
 import hashlib
@@ -64,8 +64,8 @@ def identity_of(
 ) -> ModelIdentity:
     """The identity of a model.
 
-    `weights` is the digest of its tensors as they are stored, `kernels` what computes, and
-    `quantization` what linear layers made of their matrices.
+    `weights` is the digest of its tensors as they are stored, `kernels` the name of the operators
+    that compute, and `quantization` that of linear layers' matrices at load.
     """
     named: dict[PartConfig, str] = {}
     for part in (part for own in config.layers for block in own for _, part in block.parts):

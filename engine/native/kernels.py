@@ -1,7 +1,7 @@
 """The native kernels: C++ in `src/`, compiled when the package is installed, called through ctypes.
 
 A kernel takes one struct of eight-byte fields: pointers and sizes as integers, and floats. There is
-no binding to torch, so that any torch may run with them. Where there is no compiler, or the
+no binding to torch: any version of it will do. Where there is no compiler, or the
 processor lacks what they are compiled for, torch's operators do the same work more slowly.
 """
 
@@ -25,9 +25,8 @@ MODULE = "engine.native._kernels"
 DTYPES = (torch.float32, torch.bfloat16)
 """Of models that have native kernels."""
 
-
 Calls = list[tuple[int, bytes]]
-"""Kernels that ran: their addresses and what they were called with."""
+"""Kernels that ran: the address of each and its packed struct."""
 
 
 class Kernel:
@@ -103,9 +102,9 @@ class Kernels:
 
 
 def load_kernels(dtype: torch.dtype) -> Kernels | None:
-    """The kernels for models of `dtype`, on as many threads as torch; None where they cannot run.
+    """The kernels for models of `dtype`, on as many threads as torch has; None without any.
 
-    The log says why not.
+    The log says why they cannot run on this machine.
     """
     library = _library()
     if library is None or dtype not in DTYPES:

@@ -34,7 +34,7 @@ class Workspace:
         self._pass = 0
 
     def reset(self) -> None:
-        """Before each recorded pass: all memory is free."""
+        """Frees all memory, before each recorded pass."""
         self._pass += 1
         self._free = [(chunk, 0, len(memory)) for chunk, memory in enumerate(self._chunks)]
 
@@ -95,7 +95,7 @@ class Recording:
 
 
 class TorchWork(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees what torch computes while it is on: `names` of operators, views left out."""
+    """Notes what torch computes while it is on: `names` of operators, views left out."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

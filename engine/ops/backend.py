@@ -59,7 +59,7 @@ class Product(Protocol):
 
 
 class MakeProduct(Protocol):
-    """Of weight [out, in] and bias [out] or None; it may keep the matrix in another order."""
+    """Takes weight [out, in] and bias [out] or None; may keep the matrix in another order."""
 
     def __call__(self, weight: Tensor, bias: Tensor | None = None) -> Product: ...
 
@@ -272,7 +272,7 @@ class Mixture(Protocol):
 
 
 class MakeMixture(Protocol):
-    """Of the experts' matrices up [E, U, D] and down [E, D, I], which it keeps in another order.
+    """Takes the experts' matrices up [E, U, D] and down [E, D, I], and keeps them in another order.
 
     `activation` takes U to I numbers, as `MakeActivation` says.
     """
@@ -308,7 +308,7 @@ class Ops:
 
     @property
     def name(self) -> str:
-        """Of the column, in a model's identity."""
+        """The column's name, in the log and in a model's identity."""
         return "torch" if self.native is None else "native"
 
 
@@ -335,7 +335,7 @@ def torch_ops(quantization: Quantization | None = None) -> Ops:
 
 
 def native_ops(kernels: Kernels, quantization: Quantization | None = None) -> Ops:
-    """Those of torch, but for what the native kernels do faster on a CPU."""
+    """The operators of the native kernels, for CPUs, and torch's for the rest."""
 
     def linear(weight: Tensor, bias: Tensor | None = None) -> Product:
         if quantization is not None:
@@ -379,8 +379,8 @@ def ops_for(
 ) -> Ops:
     """The operators of a model of `dtype` on `device`; one table for all of its layers.
 
-    `auto` takes the native kernels where they run: on some CPUs. `quantization` is of the matrices
-    of linear layers.
+    `auto` takes the native kernels where they run: on some CPUs. `quantization` is that of linear
+    layers' matrices.
     """
     found = None
     if kernels == "auto" and device.type == "cpu":

@@ -44,7 +44,7 @@ def move_states(
 
 
 def segment_parts(pool: Tensor, index: StateIndex) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Of every prefill segment in turn, cut at its exports: rows, state before, place for after.
+    """Cuts every prefill segment at its exports: gives rows, state before, place of the next one.
 
     The last part writes over the segment's own state; it has no rows where an export ends there.
     """

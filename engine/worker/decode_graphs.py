@@ -40,7 +40,7 @@ class DecodeGraphs:
         self._is_recordable = True
 
     def forward(self, batch: ForwardBatch) -> Tensor:
-        """Hidden states [tokens, hidden] of any batch; of decodes only, valid until the next."""
+        """Hidden states [tokens, hidden] of any batch; those of decodes last until the next."""
         rows = batch.lens.num_decodes
         if rows != len(batch.lens.query_lens) or not self._is_recordable:
             return self._forward(batch)

@@ -71,7 +71,7 @@ inline Floats products(const T* q, const T* keys, const int64_t* places, int64_t
   return sums(parts);
 }
 
-// The softmax of a chunk, and what has been read before it, of one query head.
+// The softmax of one query head over all chunks so far.
 struct Running {
   float highest, total;
   float kept;  // What the sums so far are multiplied by, as the highest score has risen.
@@ -149,7 +149,7 @@ void attend(const Attention<T>& it, int64_t seq, int64_t kv_head) {
   int64_t end = it.positions[seq] + 1;
   for (int64_t start = first_position(it, seq); start < end; start += CHUNK) {
     int64_t count = end - start < CHUNK ? end - start : CHUNK;
-    // Sixteen keys at a time: the last one again where fewer are left, whose score is no new one.
+    // Sixteen keys at a time: where fewer are left the last one again, which raises no maximum.
     int64_t places[CHUNK];
     for (int64_t t = 0; t < (count + LANES - 1) / LANES * LANES; ++t) {
       int64_t at = start + (t < count ? t : count - 1);

@@ -1,6 +1,6 @@
 // Depthwise causal convolution and SiLU, on states where they lie.
 //
-// A state is the last `taps` - 1 inputs [taps - 1, channels], oldest first. Row t of a segment reads
+// A state: the last `taps` - 1 inputs [taps - 1, channels], oldest first. Row t of a segment reads
 //
 //   | state 0 .. taps - 2 | x 0 .. x t |     the last `taps` of these
 #pragma once

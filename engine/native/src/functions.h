@@ -20,7 +20,7 @@ inline Floats exp(Floats x) {
   return scaled(fma(y * rest, rest, rest + splat(1.0f)), n);
 }
 
-// log(1 + e^x) = max(x, 0) + log(1 + z) with z = e^-|x|, and the logarithm is 2 artanh(z / (2 + z)):
+// log(1 + e^x) = max(x, 0) + log(1 + z) with z = e^-|x|; the logarithm is 2 artanh(z / (2 + z)):
 // a series in (z / (2 + z))^2 <= 1/9, exact to float32 however small z is.
 inline Floats softplus(Floats x) {
   Floats z = exp(splat(0.0f) - magnitude(x)), s = z / (splat(2.0f) + z), square = s * s;

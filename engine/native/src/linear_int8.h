@@ -31,8 +31,8 @@ struct Rounded {
   int32_t sum;
 };
 
-// The first `count` of a group, 1 <= count <= GROUP, as int8 times a scale; the others are zero. With NaN
-// or infinity among them the scale is that, and so are all sums.
+// The first `count` of a group, 1 <= count <= GROUP, as int8 times a scale; the others are zero.
+// With NaN or infinity among them the scale is that, and so are all sums.
 template <typename T>
 inline Rounded round_group(const T* from, int64_t count, int8_t* to) {
   Floats parts[4], most = splat(0.0f);
@@ -85,7 +85,8 @@ void tile_int8(int64_t rows, const LinearInt8<T>& it, const uint32_t* x, int64_t
       for (int k = 0; k < GROUP_WORDS; ++k) {
         Words own[PANELS];
 #pragma GCC unroll 16
-        for (int p = 0; p < PANELS; ++p) own[p] = load_words(w + p * groups * PANEL_STEP + k * LANES);
+        for (int p = 0; p < PANELS; ++p)
+          own[p] = load_words(w + p * groups * PANEL_STEP + k * LANES);
 #pragma GCC unroll 16
         for (int m = 0; m < ROWS; ++m) {
           Words from_x = splat_word(x[k * ROWS + m]);

@@ -1,4 +1,4 @@
-// State space duality (Mamba2): h = exp(dt a) h + dt x b^T, y = h c + d x, on states where they lie.
+// State space duality (Mamba2): h = exp(dt a) h + dt x b^T, y = h c + d x, on states in place.
 //
 // A state is float [heads, dim, size]. A decode step is bound by memory: it passes over the state
 // once, as it lies. A segment is bound by arithmetic, three operations for each number of the state
@@ -34,7 +34,7 @@ struct SSD {
   int64_t threads;
 };
 
-// `steps` and `decays` of tokens [row, row + count), at most TOKENS; both are padded to whole lanes.
+// `steps` and `decays` of tokens [row, row + count), at most TOKENS; both are padded to lanes.
 template <typename T>
 void time_steps(const SSD<T>& it, int64_t head, int64_t row, int64_t count, float* steps,
                 float* decays) {

@@ -14,7 +14,7 @@ PACK_HINT = 64
 GROUP = 64
 """Inputs of an int8 matrix with one scale."""
 NUMBERS = 1 << 20
-"""So many of an int8 product are float32 at a time."""
+"""Of an int8 product, at most, that are float32 at a time."""
 
 
 class TorchLinear:
@@ -57,7 +57,7 @@ class TorchLinear:
 
 
 def _is_packable(weight: Tensor) -> bool:
-    """oneDNN has a packed product for this matrix, on this processor."""
+    """True if oneDNN has a packed product for this matrix on this processor."""
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     if weight.dtype == torch.bfloat16:

@@ -18,7 +18,7 @@ SCALE = 4
 
 
 class _Panels:
-    """A packed matrix and the kernel that multiplies by it; `words`: of inputs, as it counts."""
+    """A packed matrix and the kernel that multiplies by it; `words`: a row's, as it counts them."""
 
     def __init__(
         self,
@@ -85,5 +85,5 @@ def padded(outputs: int) -> int:
 
 
 def is_suited(weight: Tensor) -> bool:
-    """Its rows are whole words: every published model's are."""
+    """True if rows are whole words, as those of every published model are."""
     return weight.shape[1] * weight.dtype.itemsize % WORD == 0
