@@ -92,7 +92,8 @@ def _pair(sheet: Sheet, setting: Setting, family: str, *, transport: str, d_devi
         case = f"{family}, {transport}, {setting.device} to {d_device}"
         sheet.tell(case, figure, "right" if is_right else "wrong")
 
-    _with_nodes(folder, transport, (setting.device, d_device), work=compare)
+    # Those that a GPU and a CPU have in common: others make two models of one.
+    _with_nodes(folder, transport, (setting.device, d_device), work=compare, kernels="torch")
 
 
 def _large(sheet: Sheet, setting: Setting, transport: str) -> None:
