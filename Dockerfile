@@ -1,7 +1,8 @@
 # One image for prefill nodes, decode nodes and proxies: `docker build --tag tandem .`
 #
-# BASE: any image with Python 3.11 or newer and its venv, and with g++ or apt-get. PyTorch's wheels bring CUDA's libraries along,
-# so for GPUs it is enough to build with TORCH_INDEX=https://pypi.org/simple.
+# BASE: any image with Python 3.11 or newer and its venv, and with g++ or apt-get. PyTorch's wheels
+# bring CUDA's libraries along, so for GPUs it is enough to build with
+# TORCH_INDEX=https://pypi.org/simple.
 # PACKAGES: more to install; KubeRay needs EXTRAS=hub,nixl,otel,ray and PACKAGES='ray[default,serve]'.
 ARG BASE=python:3.11-slim
 
