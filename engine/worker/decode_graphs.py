@@ -17,6 +17,9 @@ from engine.native.recording import Recording
 SHORTEST = 256
 """Tokens of context that the first recording of a batch size has room for."""
 
+TRIES = 2
+"""In a row: torch may build longer rotary tables in the first, and the second finds them."""
+
 log = structlog.get_logger()
 
 
@@ -37,12 +40,12 @@ class DecodeGraphs:
         self._kernels = kernels
         self._forward = forward
         self._graphs: dict[int, _Graph] = {}
-        self._is_recordable = True
+        self._failures = 0
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Hidden states [tokens, hidden] of any batch; those of decodes last until the next."""
         rows = batch.lens.num_decodes
-        if rows != len(batch.lens.query_lens) or not self._is_recordable:
+        if rows != len(batch.lens.query_lens) or self._failures == TRIES:
             return self._forward(batch)
         needed = max(batch.lens.context_lens) + 1
         graph = self._graphs.get(rows)
@@ -59,11 +62,13 @@ class DecodeGraphs:
             longest *= 2
         inputs = _fixed(batch, longest, needed=needed)
         recording, hidden = self._kernels.record(lambda: self._forward(inputs))
-        if recording is None:
-            self._is_recordable = False
-            log.info("decode steps are not recorded", torch_computes=self._kernels.torch_work)
-        else:
+        if recording is not None:
             self._graphs[batch.lens.num_decodes] = _Graph(inputs, longest, recording, hidden)
+            self._failures = 0
+            return hidden
+        self._failures += 1
+        if self._failures == TRIES:
+            log.info("decode steps are not recorded", torch_computes=self._kernels.torch_work)
         return hidden
 
 
