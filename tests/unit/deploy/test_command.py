@@ -110,6 +110,10 @@ def test_what_programs_read_is_packaged() -> None:
     }
     needed = {DEMO_CLUSTER, *Path(load_cluster().model).iterdir()}
     assert needed <= packaged
+    # Of an extension setuptools packs what is named, and builds it anew if that is newer.
+    (kernels,) = PROJECT["tool"]["setuptools"]["ext-modules"]
+    named = {ROOT / name for name in (*kernels["sources"], *kernels["depends"])}
+    assert named == set((ROOT / "engine/native/src").iterdir())
     typed = {path.parent.name for path in ROOT.glob("*/py.typed")}
     assert typed == {
         name.rstrip("*") for name in PROJECT["tool"]["setuptools"]["packages"]["find"]["include"]
