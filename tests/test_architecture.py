@@ -70,6 +70,7 @@ TOO_MANY_PARAMETERS = {
 # Operators, layers and models take tensors in the order in which papers and torch write them.
 POSITIONAL_TENSORS = ("engine/ops/", "engine/layers/", "engine/models/")
 MANY_POSITIONAL = {
+    "engine/native/recording.py::__torch_dispatch__": "the signature is torch's",
     "serving/api/chat_template.py::call_binop": "the signature is Jinja's",
 }
 BROAD_EXCEPTS = {

@@ -1,7 +1,7 @@
 """The operators of each kind of device, in one table. Layers take theirs when they are built.
 
 Another backend is another column: a function that returns `Ops`. The truth that any of them is
-tested against is `naive.py` beside each operator.
+tested against is `naive.py` beside each operator; of the router it is `fast.py`.
 """
 
 from collections.abc import Callable
@@ -252,7 +252,7 @@ class Router(Protocol):
 
 
 class MakeRouter(Protocol):
-    """Of matrix [count, in] and correction [count] or None, both float32."""
+    """Takes matrix [count, in] and correction [count] or None, both float32."""
 
     def __call__(
         self, config: RouterConfig, matrix: Tensor, correction: Tensor | None
@@ -338,6 +338,7 @@ def native_ops(kernels: Kernels, quantization: Quantization | None = None) -> Op
     """The operators of the native kernels, for CPUs, and torch's for the rest."""
 
     def linear(weight: Tensor, bias: Tensor | None = None) -> Product:
+        # Of any width: its kernel fills the last group of a row up with zeros.
         if quantization is not None:
             return native_linear.NativeInt8Linear(kernels, weight, bias)
         if not native_linear.is_suited(weight):
