@@ -53,8 +53,8 @@ def test_the_image_copies_what_the_project_installs() -> None:
     needed = {name.rstrip("*") for name in packages}
     assert needed | {"constraints.txt", "pyproject.toml", "README.md"} == sources
     assert is_sent("deploy/demo/model/config.json") and is_sent("engine/native/src/kernels.cpp")
-    kept_out = (".git/config", ".venv/bin/python", "tests/tree.py", "engine/__pycache__/x.pyc")
-    kept_out += ("engine/native/_kernels.so",)
+    built = ("engine/__pycache__/x.pyc", "engine/native/_kernels.so")
+    kept_out = (".git/config", ".venv/bin/python", "tests/tree.py", *built)
     assert not any(map(is_sent, kept_out))
 
 
