@@ -76,7 +76,8 @@ class Kernels:
         self.linear_int8 = Kernel(self, f"linear_int8_{name}", "9q")
         self.ssd_step = Kernel(self, f"ssd_step_{name}", "14q2d3q4q")
         self.ssd_segment = Kernel(self, f"ssd_segment_{name}", "14q2d3q3q")
-        self.delta_step = Kernel(self, f"delta_step_{name}", "17qd6q")
+        self.delta_step = Kernel(self, f"delta_step_{name}", "17qd2q4q")
+        self.delta_segment = Kernel(self, f"delta_segment_{name}", "17qd2q3q")
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Memory for a result, contiguous."""

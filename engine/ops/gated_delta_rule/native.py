@@ -1,22 +1,25 @@
-"""The gated delta rule: decode steps on states where they lie, by the native kernels."""
+"""The gated delta rule on states where they lie, by the native kernels."""
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from engine.forward import StateIndex
 from engine.native.kernels import Kernels
-from engine.ops.gated_delta_rule import fast
 from engine.ops.gated_delta_rule.parameters import DeltaRuleParameters
+from engine.ops.state_pool import segment_parts
 
 
 class NativeDeltaRule:
     """See `backend.GatedDeltaRule`; q, k, v, a and b have the kernels' dtype.
 
-    Prefill segments are torch's, in chunks.
+    Segments move by groups of tokens, from their start on: where one is cut changes their bits.
     """
 
     def __init__(self, kernels: Kernels) -> None:
         self._step = kernels.delta_step
+        self._segment = kernels.delta_segment
         self._empty = kernels.empty
         self._threads = kernels.threads
 
@@ -32,20 +35,30 @@ class NativeDeltaRule:
         *,
         parameters: DeltaRuleParameters,
     ) -> Tensor:
+        rows = (q, k, v, a, b)
+        o = self._empty(tuple(v.shape), torch.float32)
         decodes = index.lens.num_decodes
-        tail = None
-        if decodes < q.shape[0]:
-            tail = fast.segments(q, k, v, a, b, pool, index, parameters=parameters)
-            if not decodes:
-                return tail
-        heads, dv = v.shape[1:]
-        o = self._empty((decodes, heads, dv), torch.float32)
+        if decodes:
+            fields = self._fields(rows, parameters, o)
+            units = index.units.data_ptr()
+            self._step(*fields, pool.data_ptr(), pool.stride(0), units, decodes)
+        start = decodes
+        for count, source, target in segment_parts(pool, index):
+            part = slice(start, start + count)
+            fields = self._fields([row[part] for row in rows], parameters, o[part])
+            self._segment(*fields, count, source.data_ptr(), target.data_ptr())
+            start += count
+        return o
+
+    def _fields(
+        self, rows: Sequence[Tensor], parameters: DeltaRuleParameters, o: Tensor
+    ) -> tuple[float, ...]:
+        _, k, v, _, _ = rows
+        (key_heads, dk), (heads, dv) = k.shape[1:], v.shape[1:]
         bias = parameters.dt_bias
-        self._step(
-            *(field for row in (q, k, v, a, b) for field in (row.data_ptr(), row.stride(0))),
-            *(k.shape[1], heads, k.shape[2], dv, bias.numel() // heads),
+        return (
+            *(field for row in rows for field in (row.data_ptr(), row.stride(0))),
+            *(key_heads, heads, dk, dv, bias.numel() // heads),
             *(parameters.rate.data_ptr(), bias.data_ptr(), parameters.beta_scale),
-            *(pool.data_ptr(), pool.stride(0), index.units.data_ptr(), decodes),
             *(o.data_ptr(), self._threads),
         )
-        return o if tail is None else torch.cat([o, tail])
