@@ -23,6 +23,7 @@ inline Floats operator/(Floats a, Floats b) { return {_mm512_div_ps(a.of, b.of)}
 inline Floats fma(Floats a, Floats b, Floats c) { return {_mm512_fmadd_ps(a.of, b.of, c.of)}; }
 inline Floats max(Floats a, Floats b) { return {_mm512_max_ps(a.of, b.of)}; }
 inline Floats min(Floats a, Floats b) { return {_mm512_min_ps(a.of, b.of)}; }
+inline Floats root(Floats x) { return {_mm512_sqrt_ps(x.of)}; }
 inline float sum(Floats x) { return _mm512_reduce_add_ps(x.of); }
 inline float lowest_lane(Floats x) { return _mm512_cvtss_f32(x.of); }
 inline float highest(Floats x) { return _mm512_reduce_max_ps(x.of); }

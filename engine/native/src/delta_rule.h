@@ -170,33 +170,52 @@ struct DeltaGroup {
   int64_t row, count;
   const float *seen, *kept, *write;     // [RANK, height]: k_j all_j, q_j all_j and k_j rest_j.
   const float* decay;                   // [height]
+  const float *decays, *betas;        // [RANK]; one and zero for a token that is lacking.
   float by_key[RANK][RANK];           // k_j . k_l rest_lj with l < j
   float by_query[RANK][RANK];         // q_j . k_l rest_lj with l <= j
-  float beta[RANK];
 
   int64_t row_of(int64_t j) const { return row + (j < count ? j : count - 1); }
 };
 
-// One over the lengths of a group's keys and queries; the latter with the root of dk.
+// Asks for the cache lines of `count` numbers: rows are too far apart for the processor to guess.
 template <typename T>
-inline void unit_scales(const DeltaRule<T>& of, int64_t head, const DeltaGroup& group,
-                        float (&scales)[LANES]) {
+inline void ask_for(const T* from, int64_t count) {
+  for (int64_t i = 0; i < count; i += 64 / int64_t{sizeof(T)}) __builtin_prefetch(from + i);
+}
+
+// Decays by head and betas of `count` tokens from `row` on, at most TURN * RANK.
+template <typename T>
+void token_rates(const DeltaRule<T>& of, int64_t head, int64_t row, int64_t count, float* decays,
+                 float* betas) {
+  for (int64_t t = 0; t < count; ++t) {
+    decays[t] = wide(of.a[(row + t) * of.a_stride + head * of.decays]);
+    betas[t] = wide(of.b[(row + t) * of.b_stride + head]);
+  }
+  for (int64_t t = 0; t < count; t += LANES) {
+    Floats step = softplus(load(decays + t, count - t) + splat(of.dt_bias[head * of.decays]));
+    store(decays + t, exp(step * splat(of.rate[head])));
+    store(betas + t, sigmoid(load(betas + t, count - t)) * splat(float(of.beta_scale)));
+  }
+  for (int64_t t = count; t % RANK; ++t) decays[t] = 1.0f, betas[t] = 0.0f;
+}
+
+// One over the lengths of a group's keys and, with the root of dk, of its queries.
+template <typename T>
+inline void unit_scales(const DeltaRule<T>& of, const T* const (&k)[RANK],
+                        const T* const (&q)[RANK], float (&scales)[LANES]) {
   Floats squares[LANES];
+#pragma GCC unroll 16
   for (Floats& one : squares) one = splat(0.0f);
-  for (int64_t j = 0; j < RANK; ++j) {
-    const T *k = of.key(group.row_of(j), head), *q = of.query(group.row_of(j), head);
-    for (int64_t i = 0; i < of.dk; i += LANES) {
-      Floats key = load(k + i, of.dk - i), query = load(q + i, of.dk - i);
+  for (int64_t i = 0; i < of.dk; i += LANES) {
+#pragma GCC unroll 4
+    for (int j = 0; j < RANK; ++j) {
+      Floats key = load(k[j] + i, of.dk - i), query = load(q[j] + i, of.dk - i);
       squares[j] = fma(key, key, squares[j]);
       squares[RANK + j] = fma(query, query, squares[RANK + j]);
     }
   }
-  store(scales, sums(squares));
-  for (int64_t j = 0; j < RANK; ++j) {
-    bool real = j < group.count;
-    scales[j] = real ? 1.0f / sqrtf(scales[j] + NORM_EPS) : 0.0f;
-    scales[RANK + j] = real ? 1.0f / sqrtf((scales[RANK + j] + NORM_EPS) * of.dk) : 0.0f;
-  }
+  store(scales, splat(1.0f) / root(sums(squares) + splat(NORM_EPS)));
+  for (int64_t j = 0; j < RANK; ++j) scales[RANK + j] /= sqrtf(of.dk);
 }
 
 // Fills a group whose row and count are known; its vectors go to `memory`, 13 of `height` floats.
@@ -206,16 +225,11 @@ void prepare(const DeltaRule<T>& of, int64_t head, int64_t height, float* memory
   float *seen = memory, *kept = seen + RANK * height, *write = kept + RANK * height;
   float* decay = write + RANK * height;
   group.seen = seen, group.kept = kept, group.write = write, group.decay = decay;
-  float scales[LANES];
-  unit_scales(of, head, group, scales);
   const T *k[RANK], *q[RANK];
-  Floats same[RANK];
-  for (int64_t j = 0; j < RANK; ++j) {
-    int64_t row = group.row_of(j);
-    k[j] = of.key(row, head), q[j] = of.query(row, head);
-    same[j] = j < group.count && of.decays == 1 ? of.decay(row, head, 0) : splat(1.0f);
-    group.beta[j] = j < group.count ? of.beta(row, head) : 0.0f;
-  }
+  for (int64_t j = 0; j < RANK; ++j)
+    k[j] = of.key(group.row_of(j), head), q[j] = of.query(group.row_of(j), head);
+  float scales[LANES];
+  unit_scales(of, k, q, scales);
   // Pairs of tokens: of key and key where l < j, then of query and key; that makes LANES.
   Floats products[LANES];
 #pragma GCC unroll 16
@@ -226,7 +240,7 @@ void prepare(const DeltaRule<T>& of, int64_t head, int64_t height, float* memory
     int pair = 0;
 #pragma GCC unroll 4
     for (int j = 0; j < RANK; ++j) {
-      Floats here = same[j];
+      Floats here = splat(group.decays[j]);
       if (of.decays > 1 && j < group.count) here = of.decay(group.row + j, head, i);
       Floats key = load(k[j] + i, left) * splat(scales[j]);
       Floats query = load(q[j] + i, left) * splat(scales[RANK + j]);
@@ -260,6 +274,8 @@ void prepare(const DeltaRule<T>& of, int64_t head, int64_t height, float* memory
 template <typename T>
 inline void move_tile(float* tile, const DeltaRule<T>& of, int64_t head, int64_t column,
                       int64_t height, const DeltaGroup& group) {
+  for (int64_t j = 0; j < RANK; ++j)
+    ask_for(of.value(group.row_of(j), head) + column, of.dv - column < TILE ? of.dv - column : TILE);
   Floats seen[RANK][2], kept[RANK][2];
 #pragma GCC unroll 4
   for (int j = 0; j < RANK; ++j)
@@ -289,7 +305,7 @@ inline void move_tile(float* tile, const DeltaRule<T>& of, int64_t head, int64_t
         o = fma(splat(group.by_query[j][l]), delta[l][c], o);
       }
       const T* v = of.value(group.row_of(j), head) + first;
-      delta[j][c] = (load(v, left) - other) * splat(group.beta[j]);
+      delta[j][c] = (load(v, left) - other) * splat(group.betas[j]);
       o = fma(splat(group.by_query[j][j]), delta[j][c], o);
       float* to = of.o + (group.row_of(j) * of.heads + head) * of.dv + first;
       if (j < group.count) store(to, o, left);
@@ -335,11 +351,18 @@ void delta_segment(const DeltaSegment<T>& it) {
     });
     for (int64_t row = 0; row < it.rows; row += TURN * RANK) {
       DeltaGroup groups[TURN];
-      int64_t count = 0;
-      for (int64_t start = row; start < it.rows && count < TURN; start += RANK, ++count) {
-        groups[count].row = start;
-        groups[count].count = it.rows - start < RANK ? it.rows - start : RANK;
-        prepare(of, head, height, vectors + count * memory, groups[count]);
+      float decays[TURN * RANK], betas[TURN * RANK];
+      int64_t rows = it.rows - row < TURN * RANK ? it.rows - row : TURN * RANK, count = 0;
+      token_rates(of, head, row, rows, decays, betas);
+      for (int64_t t = 0; t < rows; t += RANK, ++count) {
+        DeltaGroup& group = groups[count];
+        group.row = row + t, group.count = rows - t < RANK ? rows - t : RANK;
+        group.decays = decays + t, group.betas = betas + t;
+        for (int64_t next = row + t + RANK; next < it.rows && next < row + t + 2 * RANK; ++next) {
+          ask_for(of.key(next, head), dk);
+          ask_for(of.query(next, head), dk);
+        }
+        prepare(of, head, height, vectors + count * memory, group);
       }
       for (int64_t column = 0; column < dv; column += TILE)
         for (int64_t g = 0; g < count; ++g)
