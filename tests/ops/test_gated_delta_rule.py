@@ -136,6 +136,24 @@ def native(dtype: torch.dtype) -> GatedDeltaRule:
     return NativeDeltaRule(native_kernels(dtype))
 
 
+def drawn(
+    tokens: int, dtype: torch.dtype, *, dk: int, dv: int, by_channel: bool
+) -> tuple[list[Tensor], DeltaRuleParameters]:
+    """q, k, v, a and b, slices of one product, and parameters from hardly to at once forgetting."""
+    draw, heads = torch.Generator().manual_seed(dk), 4
+    of_heads = (heads, dk) if by_channel else (heads,)
+    shapes = [(KEY_HEADS, dk), (KEY_HEADS, dk), (heads, dv), of_heads, (heads,)]
+    sizes = [torch.Size(shape).numel() for shape in shapes]
+    joined = torch.randn(tokens, 3 + sum(sizes), generator=draw).to(dtype)[:, 3:]
+    parts = zip(joined.split_with_sizes(sizes, dim=1), shapes, strict=True)
+    parameters = DeltaRuleParameters(
+        rate=-torch.tensor([1e-3, 0.1, 2.0, 9.0]),
+        dt_bias=torch.randn(of_heads, generator=draw) * 8.0,
+        beta_scale=2.0,
+    )
+    return [part.view(-1, *shape) for part, shape in parts], parameters
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("make", [by_torch, native], ids=["torch", "native"])
 @pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES)
@@ -151,19 +169,8 @@ def test_a_batch_is_what_naive_makes_of_it(
     by_channel: bool,
 ) -> None:
     """Rows are slices of one product, and the pool holds other numbers between its units."""
-    draw, heads = torch.Generator().manual_seed(dk), 4
-    of_heads = (heads, dk) if by_channel else (heads,)
-    shapes = [(KEY_HEADS, dk), (KEY_HEADS, dk), (heads, dv), of_heads, (heads,)]
-    sizes = [torch.Size(shape).numel() for shape in shapes]
-    joined = torch.randn(batch.tokens, 3 + sum(sizes), generator=draw).to(dtype)[:, 3:]
-    parts = zip(joined.split_with_sizes(sizes, dim=1), shapes, strict=True)
-    q, k, v, a, b = (part.view(-1, *shape) for part, shape in parts)
-    parameters = DeltaRuleParameters(
-        rate=-torch.tensor([1e-3, 0.1, 2.0, 9.0]),
-        dt_bias=torch.randn(of_heads, generator=draw) * 8.0,
-        beta_scale=2.0,
-    )
-    ours, theirs = (pool_of((heads, dk, dv), torch.float32) for _ in range(2))
+    (q, k, v, a, b), parameters = drawn(batch.tokens, dtype, dk=dk, dv=dv, by_channel=by_channel)
+    ours, theirs = (pool_of((v.shape[1], dk, dv), torch.float32) for _ in range(2))
     found = make(dtype)(q, k, v, a, b, ours, batch.index(), parameters=parameters)
     g, beta = naive.rates(a, b, parameters)
     truth = partial(naive.chunk, q, k, v, g, beta=beta)
@@ -174,3 +181,22 @@ def test_a_batch_is_what_naive_makes_of_it(
     )
     torch.testing.assert_close(found, wanted, rtol=2e-5, atol=2e-5)
     torch.testing.assert_close(memory_of(ours), memory_of(theirs), rtol=2e-5, atol=2e-5)
+
+
+@BY_HEAD_AND_CHANNEL
+def test_neither_threads_nor_a_cut_after_a_whole_group_change_a_bit(by_channel: bool) -> None:
+    kernels = native_kernels()
+    rows, parameters = drawn(71, torch.float32, dk=37, dv=147, by_channel=by_channel)
+    pools = []
+    outputs = []
+    for threads, lens in [(1, [71]), (3, [36, 4, 31])]:
+        kernels.threads = threads
+        pool = pool_of((4, 37, 147), torch.float32)
+        parts = zip(*(row.split(lens) for row in rows), strict=True)
+        run = partial(NativeDeltaRule(kernels), pool=pool, parameters=parameters)
+        outputs.append(
+            torch.cat([run(*part, index=Batch(0, [len(part[0])], [3]).index()) for part in parts])
+        )
+        pools.append(memory_of(pool))
+    assert torch.equal(*outputs)
+    assert torch.equal(*pools)

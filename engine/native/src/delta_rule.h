@@ -19,9 +19,8 @@
 namespace {
 
 constexpr float NORM_EPS = 1e-6f;  // Under the root of a query's or key's length, as in naive.py.
-
-constexpr int64_t RANK = 4;        // Tokens by which a segment's state moves at a time.
-constexpr int64_t TURN = 8;       // That one tile moves by before the next one does.
+constexpr int64_t RANK = 4;  // Tokens by which a segment's state moves at a time.
+constexpr int64_t TURN = 8;  // Groups of RANK by which one tile moves before the next one does.
 constexpr int64_t TILE = 2 * LANES;  // Columns of a state: with dk = 128 half of the first cache.
 
 template <typename T>
@@ -168,14 +167,16 @@ struct DeltaSegment {
 // decay and write nothing.
 struct DeltaGroup {
   int64_t row, count;
-  const float *seen, *kept, *write;     // [RANK, height]: k_j all_j, q_j all_j and k_j rest_j.
-  const float* decay;                   // [height]
-  const float *decays, *betas;        // [RANK]; one and zero for a token that is lacking.
-  float by_key[RANK][RANK];           // k_j . k_l rest_lj with l < j
-  float by_query[RANK][RANK];         // q_j . k_l rest_lj with l <= j
+  const float *decays, *betas;       // [RANK], the former by head
+  const float *seen, *kept, *write;  // [RANK, height]: k_j all_j, q_j all_j and k_j rest_j
+  const float* decay;                // [height]: of all tokens
+  float by_key[RANK][RANK];          // k_j . k_l rest_lj with l < j
+  float by_query[RANK][RANK];        // q_j . k_l rest_lj with l <= j
 
   int64_t row_of(int64_t j) const { return row + (j < count ? j : count - 1); }
 };
+
+inline int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
 
 // Asks for the cache lines of `count` numbers: rows are too far apart for the processor to guess.
 template <typename T>
@@ -196,7 +197,7 @@ void token_rates(const DeltaRule<T>& of, int64_t head, int64_t row, int64_t coun
     store(decays + t, exp(step * splat(of.rate[head])));
     store(betas + t, sigmoid(load(betas + t, count - t)) * splat(float(of.beta_scale)));
   }
-  for (int64_t t = count; t % RANK; ++t) decays[t] = 1.0f, betas[t] = 0.0f;
+  for (int64_t t = count; t % RANK; ++t) decays[t] = 1.0f, betas[t] = 0.0f;  // Lacking ones.
 }
 
 // One over the lengths of a group's keys and, with the root of dk, of its queries.
@@ -230,7 +231,7 @@ void prepare(const DeltaRule<T>& of, int64_t head, int64_t height, float* memory
     k[j] = of.key(group.row_of(j), head), q[j] = of.query(group.row_of(j), head);
   float scales[LANES];
   unit_scales(of, k, q, scales);
-  // Pairs of tokens: of key and key where l < j, then of query and key; that makes LANES.
+  // Of token j with each one before it, by key, and up to it, by query: 1 + 3 + 5 + 7 = LANES.
   Floats products[LANES];
 #pragma GCC unroll 16
   for (Floats& one : products) one = splat(0.0f);
@@ -275,7 +276,7 @@ template <typename T>
 inline void move_tile(float* tile, const DeltaRule<T>& of, int64_t head, int64_t column,
                       int64_t height, const DeltaGroup& group) {
   for (int64_t j = 0; j < RANK; ++j)
-    ask_for(of.value(group.row_of(j), head) + column, of.dv - column < TILE ? of.dv - column : TILE);
+    ask_for(of.value(group.row_of(j), head) + column, min(of.dv - column, TILE));
   Floats seen[RANK][2], kept[RANK][2];
 #pragma GCC unroll 4
   for (int j = 0; j < RANK; ++j)
@@ -352,16 +353,15 @@ void delta_segment(const DeltaSegment<T>& it) {
     for (int64_t row = 0; row < it.rows; row += TURN * RANK) {
       DeltaGroup groups[TURN];
       float decays[TURN * RANK], betas[TURN * RANK];
-      int64_t rows = it.rows - row < TURN * RANK ? it.rows - row : TURN * RANK, count = 0;
+      int64_t rows = min(it.rows - row, TURN * RANK), count = 0;
       token_rates(of, head, row, rows, decays, betas);
       for (int64_t t = 0; t < rows; t += RANK, ++count) {
         DeltaGroup& group = groups[count];
-        group.row = row + t, group.count = rows - t < RANK ? rows - t : RANK;
+        group.row = row + t, group.count = min(rows - t, RANK);
         group.decays = decays + t, group.betas = betas + t;
-        for (int64_t next = row + t + RANK; next < it.rows && next < row + t + 2 * RANK; ++next) {
-          ask_for(of.key(next, head), dk);
-          ask_for(of.query(next, head), dk);
-        }
+        int64_t next = group.row + RANK;
+        for (int64_t one = next; one < min(next + RANK, it.rows); ++one)
+          ask_for(of.key(one, head), dk), ask_for(of.query(one, head), dk);
         prepare(of, head, height, vectors + count * memory, group);
       }
       for (int64_t column = 0; column < dv; column += TILE)

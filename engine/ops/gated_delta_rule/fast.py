@@ -18,7 +18,7 @@ from engine.ops.chunk_grid import LOG2_E, ChunkGrid
 from engine.ops.gated_delta_rule.naive import NORM_EPS
 from engine.ops.gated_delta_rule.parameters import DeltaRuleParameters
 from engine.ops.scratch import Scratch
-from engine.ops.state_pool import move_segments, move_states
+from engine.ops.state_pool import move_states
 
 Pairs = tuple[Tensor, Tensor, Tensor, Tensor]
 """q k^T and k k^T [chunks, Hv, C, C], decayed, the first with zeros above its diagonal.
@@ -47,22 +47,6 @@ def gated_delta_rule(
         lambda rows, state: step(*rows[:4], beta=rows[4], state=state, scratch=scratch),
         _chunk,
     )
-
-
-def segments(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor,
-    b: Tensor,
-    pool: Tensor,
-    index: StateIndex,
-    *,
-    parameters: DeltaRuleParameters,
-) -> Tensor:
-    """As `gated_delta_rule`, of the rows and states of the prefill segments only."""
-    q, k, v, a, b = (x[index.lens.num_decodes :] for x in (q, k, v, a, b))
-    return move_segments([q, k, v, *_rates(a, b, parameters)], pool, index, _chunk)
 
 
 def _rates(a: Tensor, b: Tensor, parameters: DeltaRuleParameters) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,7 @@ from engine.ops.state_pool import segment_parts
 class NativeDeltaRule:
     """See `backend.GatedDeltaRule`; q, k, v, a and b have the kernels' dtype.
 
-    Segments move by groups of tokens, from their start on: where one is cut changes their bits.
+    Segments move by groups of four tokens: a cut after a whole group changes no bit.
     """
 
     def __init__(self, kernels: Kernels) -> None:
