@@ -192,7 +192,7 @@ def test_neither_threads_nor_a_cut_after_a_whole_group_change_a_bit(by_channel: 
     for threads, lens in [(1, [71]), (3, [36, 4, 31])]:
         kernels.threads = threads
         pool = pool_of((4, 37, 147), torch.float32)
-        parts = zip(*(row.split(lens) for row in rows), strict=True)
+        parts = zip(*(row.split_with_sizes(lens) for row in rows), strict=True)
         run = partial(NativeDeltaRule(kernels), pool=pool, parameters=parameters)
         outputs.append(
             torch.cat([run(*part, index=Batch(0, [len(part[0])], [3]).index()) for part in parts])
