@@ -57,7 +57,6 @@ ROLES = {"kv_producer", "kv_consumer", "kv_both"}
 TOO_MANY_PARAMETERS = {
     "engine/ops/gated_delta_rule/fast.py::chunk": "the operands of the recurrence",
     "engine/ops/gated_delta_rule/fast.py::gated_delta_rule": "the operands of the recurrence",
-    "engine/ops/gated_delta_rule/fast.py::segments": "the operands of the recurrence",
     "engine/ops/gated_delta_rule/naive.py::chunk": "the operands of the recurrence",
     "engine/ops/gated_delta_rule/native.py::__call__": "the operands of the recurrence",
     "engine/ops/paged_attention/fast.py::paged_attention": "the operands of attention",
