@@ -1,8 +1,8 @@
 """The native kernels: C++ in `src/`, compiled when the package is installed, called through ctypes.
 
 A kernel takes one struct of eight-byte fields: pointers and sizes as integers, and floats. There is
-no binding to torch: any version of it will do. Where there is no compiler, or the
-processor lacks what they are compiled for, torch's operators do the same work more slowly.
+no binding to torch: any version of it will do. Where there is no compiler, or the processor lacks
+what they are compiled for, torch's operators do the same work more slowly.
 """
 
 import ctypes

@@ -53,17 +53,13 @@ class NativeAttention:
             pointer(y),
             self._threads,
         )
-        if decodes < len(index.lens.query_lens):
-            one = partial(prefill, scale=scale, scratch=self._scratch, window=window)
-            start = decodes
-            for segment in range(decodes, len(index.lens.query_lens)):
-                end, context = (
-                    start + index.lens.query_lens[segment],
-                    index.lens.context_lens[segment],
-                )
-                part = one(q[start:end], cache, index.block_tables[segment], context=context)
-                y[start:end].view(part.shape).copy_(part)
-                start = end
+        one = partial(prefill, scale=scale, scratch=self._scratch, window=window)
+        lens, start = index.lens, decodes
+        for segment in range(decodes, len(lens.query_lens)):
+            context, end = lens.context_lens[segment], start + lens.query_lens[segment]
+            part = one(q[start:end], cache, index.block_tables[segment], context=context)
+            y[start:end].view(part.shape).copy_(part)
+            start = end
         return y
 
 
