@@ -4,7 +4,8 @@ A test file inherits `ParityTests` and names its `CASES`.
 
 Tolerance: eight times the distance of the reference from itself when it takes tokens one by one
 instead of in one go (its chunked against its recurrent form), because that is what float32 rounding
-does to these logits.
+does to these logits. It is the largest of the first 100 tokens; where a later token's own is larger
+(of one it was six times as large as of any before), that one.
 """
 
 import copy
@@ -26,7 +27,7 @@ from tests.support.nodes.oracle import (
     first_wrong_choice,
     load,
     reference_logits,
-    rounding_error,
+    rounding_errors,
 )
 from tests.tiers import everyday
 
@@ -74,10 +75,13 @@ class Pair:
     tokens: list[int]
     logits: Tensor
     tolerance: float
+    bounds: Tensor
+    """Of each row: `tolerance`, or more where the reference itself wavers."""
 
     def check(self, got: Tensor, start: int = 0) -> None:
-        expected = self.logits[start : start + len(got)]
-        assert float((got - expected).abs().max()) < self.tolerance
+        rows = slice(start, start + len(got))
+        distances = (got - self.logits[rows]).abs().amax(dim=1)
+        assert (distances < self.bounds[rows]).all()
 
 
 class ParityTests:
@@ -111,9 +115,11 @@ class ParityTests:
         config, ours = load(folder)
         draw = torch.Generator().manual_seed(1)
         tokens = torch.randint(VOCAB, (LENGTH,), generator=draw).tolist()
-        tolerance = 8 * rounding_error(reference, tokens[:100])
+        errors = 8 * rounding_errors(reference, tokens)
+        tolerance = float(errors[:100].max())
         logits = reference_logits(reference, tokens)
-        yield Pair(folder, reference, config, ours, tokens, logits, tolerance)
+        bounds = errors.clamp_min(tolerance)
+        yield Pair(folder, reference, config, ours, tokens, logits, tolerance, bounds)
         torch.set_num_threads(threads)
 
     def test_the_tolerance_means_something(self, pair: Pair) -> None:
