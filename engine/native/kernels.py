@@ -34,10 +34,16 @@ class Kernel:
 
     def __init__(self, owner: "Kernels", name: str, fields: str) -> None:
         self._owner = owner
+        layout = Struct(fields)
+        if _size_of(owner.library, name) != layout.size:
+            raise RuntimeError(
+                f"{owner.library._name}: kernel {name!r} is of other sources than this package: "
+                "install it again"
+            )
         self._run = getattr(owner.library, f"tandem_{name}")
         self._run.restype = None
         self._address = ctypes.cast(self._run, ctypes.c_void_p).value or 0
-        self._pack = Struct(fields).pack
+        self._pack = layout.pack
 
     def __call__(self, *fields: float) -> None:
         packed = self._pack(*fields)
@@ -129,6 +135,14 @@ def _library() -> ctypes.CDLL | None:
         log.info("native kernels: this processor lacks AVX-512 with bfloat16 and int8")
         return None
     return library
+
+
+def _size_of(library: ctypes.CDLL, name: str) -> int:
+    """Bytes of a kernel's struct, as it was compiled; 0 if there is no such kernel."""
+    try:
+        return ctypes.c_int64.in_dll(library, f"tandem_{name}_bytes").value
+    except ValueError:
+        return 0
 
 
 def pointer(tensor: Tensor | None) -> int:

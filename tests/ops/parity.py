@@ -20,8 +20,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from benchmarks.support.small_models import widen
+from engine.compute_config import ComputeConfig
 from engine.model_configs.model_config import ModelConfig
-from engine.models.loader import CausalLM
+from engine.models.loader import CausalLM, load_model
 from tests.support.nodes.oracle import (
     Runner,
     first_wrong_choice,
@@ -31,6 +32,7 @@ from tests.support.nodes.oracle import (
 )
 from tests.tiers import everyday
 
+CPU = torch.device("cpu")
 VOCAB = 97
 LENGTH = 300
 COMMON: dict[str, Any] = {
@@ -128,6 +130,15 @@ class ParityTests:
 
     def test_whole_prefill(self, pair: Pair) -> None:
         pair.check(Runner(pair.config, pair.model).step({}, {0: pair.tokens})[0])
+
+    def test_torch_operators(self, pair: Pair) -> None:
+        """The column of machines without native kernels: a prefill, and decodes after it."""
+        model = load_model(pair.folder, pair.config, CPU, compute=ComputeConfig(kernels="torch"))
+        assert model.kernels is None
+        runner = Runner(pair.config, model)
+        rows = [runner.step({}, {0: pair.tokens[:70]})[0]]
+        rows += [runner.step({0: token})[0] for token in pair.tokens[70:75]]
+        pair.check(torch.cat(rows))
 
     def test_chunked_prefill(self, pair: Pair) -> None:
         runner = Runner(pair.config, pair.model)

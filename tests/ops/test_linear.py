@@ -69,16 +69,19 @@ def test_many_rows_pass_in_blocks(make: Make) -> None:
     draw = torch.Generator().manual_seed(0)
     weight = torch.randn(50, 3000, generator=draw)
     x = torch.randn(300, 3100, generator=draw)[:, :3000]
-    found = make(weight, None)(x)
-    torch.testing.assert_close(found, FORMS[make](x, weight), rtol=1e-5, atol=1e-3)
+    residual = torch.randn(300, 60, generator=draw)[:, :50]
+    found = make(weight, None)(x, residual)
+    expected = FORMS[make](x, weight, None, residual)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-3)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_a_row_of_int8_is_the_same_in_any_batch(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("make", [native, native_int8])
+def test_a_native_row_is_the_same_in_any_batch(make: Make, dtype: torch.dtype) -> None:
     draw = torch.Generator().manual_seed(0)
     weight = torch.randn(70, 200, generator=draw).to(dtype)
     x = torch.randn(30, 200, generator=draw).to(dtype)
-    product = native_int8(weight, None)
+    product = make(weight, None)
     together = product(x)
     for rows in (1, 2, 3, 4, 7, 11, 12, 13):
         assert torch.equal(product(x[:rows]), together[:rows])

@@ -10,7 +10,6 @@
 namespace {
 
 constexpr int64_t CHUNK = 64;               // Positions; their scores are four vectors.
-constexpr int64_t PARALLEL_READS = 1 << 16;  // Numbers of K; fewer do not pay for a second thread.
 
 template <typename T>
 constexpr int64_t IN_WORDS = 64 / sizeof(T);  // Numbers in sixteen words.
@@ -178,7 +177,7 @@ void attention(const Attention<T>& it) {
   int64_t positions = 0;
   for (int64_t seq = 0; seq < it.decodes; ++seq)
     positions += it.positions[seq] + 1 - first_position(it, seq);
-  bool pays = it.threads > 1 && positions * it.kv_heads * it.dim >= PARALLEL_READS;
+  bool pays = it.threads > 1 && positions * it.kv_heads * it.dim > WORTH_THREADS;
   // Lengths differ: a thread that is done takes the next.
 #pragma omp parallel for num_threads(it.threads) if (pays) schedule(dynamic)
   for (int64_t item = 0; item < it.decodes * it.kv_heads; ++item)

@@ -8,8 +8,11 @@
 
 // A kernel takes one struct of eight-byte fields, as `struct.pack` in kernels.py writes them. All
 // kernels have this one type, so that a list of calls can be kept and run again.
-#define KERNEL(name, Arguments) \
-  extern "C" __attribute__((visibility("default"))) void tandem_##name(const Arguments* it)
+// Its size is exported beside it: a library of other sources than kernels.py must not be called.
+#define EXPORTED __attribute__((visibility("default")))
+#define KERNEL(name, Arguments)                                                    \
+  extern "C" { EXPORTED int64_t tandem_##name##_bytes = sizeof(Arguments); }        \
+  extern "C" EXPORTED void tandem_##name(const Arguments* it)
 
 namespace {
 

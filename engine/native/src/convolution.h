@@ -42,9 +42,7 @@ struct ConvStep {
 template <typename T>
 void conv_step(const ConvStep<T>& it) {
   int64_t channels = it.by.channels, kept = it.by.taps - 1;
-#pragma omp parallel for num_threads(it.by.threads) if (it.by.threads > 1 && it.seqs > 3) \
-    schedule(static)
-  for (int64_t seq = 0; seq < it.seqs; ++seq) {
+  each_row(it.seqs, channels, it.by.threads, [&](int64_t seq) {
     const T* x = it.x + seq * it.x_stride;
     T* state = it.pool + it.units[seq] * it.unit_stride;
     auto input = [&](int64_t tap) { return tap < kept ? state + tap * channels : x; };
@@ -56,7 +54,7 @@ void conv_step(const ConvStep<T>& it) {
         store(state + tap * channels + c, load(input(tap + 1) + c, left), left);
       store(it.y + seq * channels + c, y, left);
     }
-  }
+  });
 }
 
 // All tokens of one segment; its state is left as it is.
@@ -72,9 +70,7 @@ struct ConvSegment {
 template <typename T>
 void conv_segment(const ConvSegment<T>& it) {
   int64_t channels = it.by.channels, kept = it.by.taps - 1;
-#pragma omp parallel for num_threads(it.by.threads) if (it.by.threads > 1 && it.rows > 3) \
-    schedule(static)
-  for (int64_t row = 0; row < it.rows; ++row) {
+  each_row(it.rows, channels, it.by.threads, [&](int64_t row) {
     auto input = [&](int64_t tap) {
       int64_t from = row - kept + tap;
       return from < 0 ? it.state + (from + kept) * channels : it.x + from * it.x_stride;
@@ -83,7 +79,7 @@ void conv_segment(const ConvSegment<T>& it) {
       int64_t left = channels - c;
       store(it.y + row * channels + c, convolved(it.by, c, left, input), left);
     }
-  }
+  });
 }
 
 // The state after `rows` tokens of a segment, written to another place or over the segment's own.

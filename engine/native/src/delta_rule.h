@@ -113,9 +113,7 @@ template <typename T>
 void delta_step(const DeltaStep<T>& it) {
   const DeltaRule<T>& of = it.of;
   int64_t dk = of.dk, dv = of.dv, padded = (dk + LANES - 1) / LANES * LANES;
-  bool worth = of.threads > 1 && it.seqs * of.heads * dk * dv > 1 << 16;
-#pragma omp parallel for num_threads(of.threads) if (worth) schedule(static)
-  for (int64_t item = 0; item < it.seqs * of.heads; ++item) {
+  each_row(it.seqs * of.heads, dk * dv, of.threads, [&](int64_t item) {
     static thread_local Buffer buffer;
     float* decay = buffer.of<float>(4 * padded);
     float *key = decay + padded, *seen = key + padded, *kept = seen + padded;
@@ -151,7 +149,7 @@ void delta_step(const DeltaStep<T>& it) {
     for (; j + LANES <= dv; j += LANES)
       move_columns<1>(state + j, dk, dv, by, v + j, beta, overlap, o + j);
     if (j < dv) move_columns<1>(state + j, dk, dv, by, v + j, beta, overlap, o + j, dv - j);
-  }
+  });
 }
 
 // All tokens of a segment, or of a part of one.

@@ -2,7 +2,7 @@
 #include "common.h"
 
 // Outside of the pragma: it must run on any processor.
-extern "C" __attribute__((visibility("default"))) int tandem_runs_here() {
+extern "C" EXPORTED int tandem_runs_here() {
   return __builtin_cpu_supports("x86-64-v4") && __builtin_cpu_supports("avx512bf16") &&
          __builtin_cpu_supports("avx512vnni");
 }

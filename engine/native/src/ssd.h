@@ -81,9 +81,7 @@ template <typename T>
 void ssd_step(const SSDStep<T>& it) {
   const SSD<T>& of = it.of;
   int64_t dim = of.dim, size = of.size, padded = (size + LANES - 1) / LANES * LANES;
-  bool worth = of.threads > 1 && it.seqs * of.heads * dim * size > 1 << 16;
-#pragma omp parallel for num_threads(of.threads) if (worth) schedule(static)
-  for (int64_t item = 0; item < it.seqs * of.heads; ++item) {
+  each_row(it.seqs * of.heads, dim * size, of.threads, [&](int64_t item) {
     static thread_local Buffer buffer;
     float* b = buffer.of<float>(2 * padded);
     float* c = b + padded;
@@ -104,7 +102,7 @@ void ssd_step(const SSDStep<T>& it) {
       float in = wide(x[p]);
       y[p] = move_row(state + p * size, size, decay, steps[0] * in, b, c) + skip * in;
     }
-  }
+  });
 }
 
 // All tokens of a segment, or of a part of one.
@@ -142,8 +140,7 @@ void ssd_segment(const SSDSegment<T>& it) {
   const SSD<T>& of = it.of;
   int64_t dim = of.dim, size = of.size;
   int64_t width = (dim + LANES - 1) / LANES * LANES, height = (size + LANES - 1) / LANES * LANES;
-#pragma omp parallel for num_threads(of.threads) if (of.threads > 1) schedule(static)
-  for (int64_t head = 0; head < of.heads; ++head) {
+  each(of.heads, of.threads, [&](int64_t head) {
     static thread_local Buffer buffer;
     float* state = buffer.of<float>(height * width + 2 * TOKENS * (width + height));
     float *pushes = state + height * width, *y = pushes + TOKENS * width;
@@ -180,7 +177,7 @@ void ssd_segment(const SSDSegment<T>& it) {
     }
     for (int64_t p = 0; p < dim; ++p)
       for (int64_t n = 0; n < size; ++n) it.to[start + p * size + n] = state[n * width + p];
-  }
+  });
 }
 
 }  // namespace

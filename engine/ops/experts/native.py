@@ -32,7 +32,7 @@ class NativeExperts:
         self, x: Tensor, chosen: Tensor, shares: Tensor, residual: Tensor | None = None
     ) -> Tensor:
         x, chosen, shares = x.contiguous(), chosen.contiguous(), shares.contiguous()
-        added = 0 if residual is None else residual.contiguous().data_ptr()
+        added = None if residual is None else residual.contiguous()
         rows, top_k = chosen.shape
         y = self._empty(x.shape, x.dtype)
         self._run(
@@ -42,7 +42,7 @@ class NativeExperts:
             chosen.data_ptr(),
             shares.data_ptr(),
             top_k,
-            added,
+            pointer(added),
             y.data_ptr(),
             self._threads,
         )

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from engine.native.kernels import Kernels
+from engine.native.kernels import Kernels, pointer
 
 SIGMOID, IDENTITY = 3, 4
 """Of `enum Function` in elementwise.h."""
@@ -24,7 +24,7 @@ class NativeGate:
         if by.stride(1) != 1:
             by = by.contiguous()
         rows, size = shape = x.shape
-        added = 0 if residual is None else residual.contiguous().data_ptr()
+        added = None if residual is None else residual.contiguous()
         y = self._empty(shape, x.dtype)
         self._run(
             SIGMOID if sigmoid else IDENTITY,
@@ -33,7 +33,7 @@ class NativeGate:
             by.shape[1] == size,  # else one number for all channels
             x.data_ptr(),
             x.stride(0),
-            added,
+            pointer(added),
             rows,
             size,
             y.data_ptr(),

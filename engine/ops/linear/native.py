@@ -43,10 +43,10 @@ class _Panels:
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         x = x.contiguous()
-        added = 0 if residual is None else residual.contiguous().data_ptr()
+        added = None if residual is None else residual.contiguous()
         rows = x.shape[0]
         y = self._empty((rows, self._outputs), x.dtype)
-        self._run(*self._fixed, x.data_ptr(), rows, added, y.data_ptr(), self._threads)
+        self._run(*self._fixed, x.data_ptr(), rows, pointer(added), y.data_ptr(), self._threads)
         return y
 
 

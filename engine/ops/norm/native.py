@@ -25,7 +25,7 @@ class NativeNorm:
         if strides[-1] != 1 or (groups > 1 and strides[1] != self._size):
             x = x.contiguous()
             strides = x.stride()
-        added = 0 if residual is None else residual.contiguous().data_ptr()
+        added = None if residual is None else residual.contiguous()
         y = self._empty(shape, self._dtype)
         is_float = x.dtype == torch.float32
         self._run(
@@ -35,7 +35,7 @@ class NativeNorm:
             strides[0],
             shape[0],
             groups,
-            added,
+            pointer(added),
             y.data_ptr(),
             *self._ends,
         )
