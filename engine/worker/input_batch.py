@@ -7,7 +7,7 @@
 Knows the plan, but no weights.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from operator import add
 
@@ -31,14 +31,42 @@ from engine.worker.kv_caches import page_row
 IntArray = NDArray[np.int64]
 
 
+class GroupPages:
+    """The places of an attention group's blocks: `rows` [blocks] of pages, computed once."""
+
+    def __init__(self, plan: ArenaPlan, group: int) -> None:
+        spec = plan.groups[group].spec
+        assert not isinstance(spec, MambaSpec)
+        self.block_size = plan.block_size_of(group)
+        count = plan.num_units * plan.blocks_per_unit[group]
+        rows = (page_row(plan, group, block) for block in range(count))
+        self.rows = np.fromiter(rows, np.int64, count)
+        self.num_kv_heads = spec.num_kv_heads
+        self._heads = np.arange(spec.num_kv_heads, dtype=np.int64) * self.block_size
+
+    def slots(self, rows: IntArray, positions: IntArray) -> IntArray:
+        """Rows of `AttentionCache.k_tokens` [tokens, heads], of tokens in pages `rows` [tokens]."""
+        # A page is [head, token of the block]: one token's heads are `block_size` rows apart.
+        #
+        #   page row r, place p    head 0: (r * heads + 0) * block_size + p
+        #                          head 1: (r * heads + 1) * block_size + p
+        first = rows * (self.num_kv_heads * self.block_size) + positions % self.block_size
+        slots: IntArray = first[:, None] + self._heads
+        return slots
+
+
 class InputBatcher:
-    """Builds ForwardBatches; keeps the page rows of every possible block, computed once."""
+    """Builds ForwardBatches."""
 
     def __init__(self, plan: ArenaPlan, device: torch.device) -> None:
         self._plan = plan
         self._device = device
-        self._rows = {group: _all_rows(plan, group) for group in plan.attention_groups}
+        self._pages = {group: GroupPages(plan, group) for group in plan.attention_groups}
         self._state_groups = plan.state_groups
+
+    def pages_of_groups(self) -> Iterable[tuple[int, GroupPages | None]]:
+        """The pages of each KV cache group, None of one of states."""
+        return ((group, self._pages.get(group)) for group in range(len(self._plan.groups)))
 
     def order(self, scheduled: Sequence[ScheduledRequest]) -> list[ScheduledRequest]:
         """Sorts decodes first, then by state unit: neighbours in the arena stay neighbours."""
@@ -92,33 +120,19 @@ class InputBatcher:
     ) -> AttentionIndex:
         """`positions`: those of the batch's tokens, here and on the device."""
         places, positions_there = positions
-        block_size = self._plan.block_size_of(group)
+        pages = self._pages[group]
         # Blocks up to this step's last token; shorter tables are padded with block 0, which no
         # sequence length reaches.
         ends = map(add, lens.context_lens, lens.query_lens)
-        counts = [-(-end // block_size) for end in ends]
+        counts = [-(-end // pages.block_size) for end in ends]
         padded = np.zeros((len(ordered), max(counts)), np.int64)
         for row, (item, count) in enumerate(zip(ordered, counts, strict=True)):
             padded[row, :count] = item.tables[group][:count]
-        block_tables = self._rows[group][padded]
+        block_tables = pages.rows[padded]
         sequence = np.repeat(np.arange(len(ordered)), lens.query_lens)
-        rows = block_tables[sequence, places // block_size]
-        slots = self._tensor(self._slots(group, rows, places))
+        rows = block_tables[sequence, places // pages.block_size]
+        slots = self._tensor(pages.slots(rows, places).reshape(-1))
         return AttentionIndex(self._tensor(block_tables), slots, positions_there, lens)
-
-    def _slots(self, group: int, rows: IntArray, positions: IntArray) -> IntArray:
-        """Rows of `AttentionCache.k_tokens` for every (token, head), heads fastest."""
-        spec = self._plan.groups[group].spec
-        assert not isinstance(spec, MambaSpec)
-        block_size = self._plan.block_size_of(group)
-        # A page is [head, token of the block]: one token's heads are `block_size` rows apart.
-        #
-        #   page row r, place p    head 0: (r * heads + 0) * block_size + p
-        #                          head 1: (r * heads + 1) * block_size + p
-        heads = np.arange(spec.num_kv_heads) * block_size
-        first = rows * (spec.num_kv_heads * block_size) + positions % block_size
-        slots: IntArray = (first[:, None] + heads[None, :]).reshape(-1)
-        return slots
 
     def _tensor(self, values: IntArray) -> Tensor:
         host = torch.from_numpy(values)
@@ -126,11 +140,6 @@ class InputBatcher:
             return host
         # From pinned memory the copy is queued on the stream, and the host goes on at once.
         return host.pin_memory().to(self._device, non_blocking=True)
-
-
-def _all_rows(plan: ArenaPlan, group: int) -> IntArray:
-    count = plan.num_units * plan.blocks_per_unit[group]
-    return np.fromiter((page_row(plan, group, block) for block in range(count)), np.int64, count)
 
 
 def _positions(lens: SequenceLens) -> IntArray:

@@ -3,7 +3,6 @@
 Owns the views of the arena and the weights; knows no queues, peers or text.
 """
 
-from collections.abc import Callable
 from functools import partial
 
 import structlog
@@ -12,7 +11,6 @@ from torch import Tensor
 
 from engine.arena import ArenaMemory
 from engine.errors import EngineGenerateError
-from engine.forward import ForwardBatch
 from engine.kv_cache.arena_plan import ArenaPlan
 from engine.models.loader import CausalLM
 from engine.step import ModelRunnerOutput, ScheduledRequest, SchedulerOutput
@@ -36,11 +34,12 @@ class ModelRunner:
         self._plan = plan
         self._caches = layer_caches(arena.tensor[: plan.arena_bytes], plan)
         self._batcher = InputBatcher(plan, arena.tensor.device)
-        self._forward: Callable[[ForwardBatch], Tensor] = partial(
-            model.forward, caches=self._caches
+        self._forward = partial(model.forward, caches=self._caches)
+        self._graphs = (
+            None
+            if model.kernels is None
+            else DecodeGraphs(model.kernels, self._batcher, self._forward)
         )
-        if model.kernels is not None:
-            self._forward = DecodeGraphs(model.kernels, self._forward).forward
         self._num_failed = 0
 
     def prepare(self, output: SchedulerOutput) -> None:
@@ -62,11 +61,11 @@ class ModelRunner:
         ordered = self._batcher.order(output.scheduled)
         sampling = {item.request_id: item.sampling for item in ordered if item.sampling}
         try:
-            batch = self._batcher.build(ordered)
-            hidden = self._forward(batch)
+            hidden, rows = self._run(ordered)
             self._keep_final_states(ordered)
             found = prompt_logprobs(hidden, ordered, self._model.logits)
-            logits = self._model.logits(hidden[batch.logits_rows])  # of those that sample
+            # Of those that sample, which are often all.
+            logits = self._model.logits(hidden if len(rows) == len(hidden) else hidden[rows])
             self._num_failed = 0
         except Exception:
             # Broad on purpose: torch raises many types, and none says which request was the cause.
@@ -79,6 +78,13 @@ class ModelRunner:
         result = sample(logits, sampling) if sampling else ModelRunnerOutput()
         result.prompt_logprobs.update(found)
         return result
+
+    def _run(self, ordered: list[ScheduledRequest]) -> tuple[Tensor, Tensor]:
+        """Hidden states [tokens, hidden] and the rows, ascending, whose logits are wanted."""
+        if self._graphs is not None and (found := self._graphs.run(ordered)) is not None:
+            return found
+        batch = self._batcher.build(ordered)
+        return self._forward(batch), batch.logits_rows
 
     def _keep_final_states(self, ordered: list[ScheduledRequest]) -> None:
         """Copies checkpoints at a chunk's end; the layers have written those inside the chunk."""

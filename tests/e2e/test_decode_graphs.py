@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engine.families.registry import read_config
-from engine.forward import ForwardBatch
 from engine.kv_cache.arena_plan import plan_arena
 from engine.layers import rotary
 from engine.models.loader import load_model
 from engine.native.recording import CHUNK_BYTES, Workspace
+from engine.step import ScheduledRequest
 from engine.types import SamplingParams
 from engine.worker.decode_graphs import SHORTEST, DecodeGraphs
 from tests.ops.native import native_kernels
@@ -27,23 +27,28 @@ class Compared:
     """A decode graph whose every pass is run once more, kernel by kernel, on the same arena."""
 
     def __init__(self, engine: BareEngine) -> None:
-        graphs = engine.runner._forward.__self__  # type: ignore[attr-defined]
+        graphs = engine.runner._graphs
         assert isinstance(graphs, DecodeGraphs)
         self.graphs = graphs
+        self.batcher = engine.runner._batcher
         self.arena = engine.runner.arena.tensor
         self.replayed: set[tuple[int, int]] = set()
 
-    def __call__(self, batch: ForwardBatch) -> Tensor:
+    def run(self, ordered: list[ScheduledRequest]) -> tuple[Tensor, Tensor] | None:
         before = self.arena.clone()
         # The recording comes first: what it needs, such as longer tables, it must make by itself.
-        hidden = self.graphs.forward(batch)
+        found = self.graphs.run(ordered)
+        if found is None:
+            return None
+        hidden, rows = found
         written = self.arena.clone()
         self.arena.copy_(before)
-        expected = self.graphs._forward(batch)
-        assert torch.equal(hidden, expected)
+        batch = self.batcher.build(ordered)
+        assert torch.equal(hidden, self.graphs._forward(batch))
+        assert torch.equal(rows, batch.logits_rows)
         assert torch.equal(self.arena, written)
-        self.replayed |= {(rows, one.longest) for rows, one in self.graphs._graphs.items()}
-        return hidden
+        self.replayed |= {(rows, one.inputs.longest) for rows, one in self.graphs._graphs.items()}
+        return found
 
 
 @pytest.mark.parametrize("family", ["nemotron_h", "qwen3_5", "lfm2", "gemma3"])
@@ -57,7 +62,7 @@ def test_a_replay_writes_the_bits_of_its_kernels(
     model = load_model(checkpoints[family], config, CPU)
     with BareEngine(model, plan_arena(config.groups, 16, 4 << 20)) as engine:
         compared = Compared(engine)
-        engine.runner._forward = compared
+        engine.runner._graphs = compared  # type: ignore[assignment]
         lengths = ((SHORTEST - 20, 60), (5, 40), (100, 9))
         names = []
         for salt, (length, tokens) in enumerate(lengths):
