@@ -49,13 +49,16 @@ class _Tables:
         self._pages = pages
         self._tables = np.zeros((rows, -(-longest // pages.block_size)), np.int64)
         self._slots = np.zeros((rows, pages.num_kv_heads), np.int64)
+        self._blocks: list[Sequence[int]] = [()] * rows  # in the tables
 
     def fill(self, ordered: Sequence[ScheduledRequest], positions: IntArray) -> None:
         last = []
         for row, (item, position) in enumerate(zip(ordered, positions.tolist(), strict=True)):
             blocks = item.tables[self._group][: position // self._pages.block_size + 1]
-            # What an earlier step left after them is as good as any row of a page: unread.
-            self._tables[row, : len(blocks)] = self._pages.rows[blocks]
+            # Mostly those of the step before. What is left after them is unread.
+            if blocks != self._blocks[row]:
+                self._tables[row, : len(blocks)] = self._pages.rows[blocks]
+                self._blocks[row] = blocks
             last.append(blocks[-1])
         self._slots[:] = self._pages.slots(self._pages.rows[last], positions)
 
