@@ -17,8 +17,7 @@ bound is profiled wall - ops, which counts all of the profiler's own cost as our
 """
 
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from time import perf_counter
 from typing import Annotated, Any
@@ -28,12 +27,11 @@ import typer
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks.support import machine, report
+from benchmarks.support.kernel_times import timed_kernels
 from benchmarks.support.models import MODELS, random_prompts, save_random
 from benchmarks.support.pairs import Spread, alternate, turns
 from benchmarks.support.plots import grouped_bars
 from benchmarks.support.tandem_engine import ARENA_BYTES, BareCore, request_of
-from engine.native.kernels import Kernel
-from engine.native.recording import Recording
 from serving.config import NodeConfig
 
 SECONDS = (180, 30)
@@ -104,7 +102,7 @@ class Bench:
             for _ in range(STEPS):
                 with record_function(STEP):
                     self._core.step()
-                kernels.append(seen.copy())
+                kernels.append([call.us for call in seen])
                 seen.clear()
         steps = [event for event in profiler.events() if event.name == STEP]
         samples = map(_sample, steps, kernels)
@@ -115,30 +113,6 @@ def _sample(step: Any, kernels: list[float]) -> Sample:
     """One profiled step, whose children are the top-level operators; and its kernels' times."""
     ops = [child.time_range.elapsed_us() for child in step.cpu_children] + kernels
     return Sample(step.time_range.elapsed_us(), sum(ops), len(ops))
-
-
-@contextmanager
-def timed_kernels() -> Iterator[list[float]]:
-    """Collects the microseconds of every call of a native kernel, or of a recording."""
-    seen: list[float] = []
-
-    def timed(run: Callable[..., None]) -> Callable[..., None]:
-        def call(*arguments: Any) -> None:
-            started = perf_counter()
-            run(*arguments)
-            seen.append(1e6 * (perf_counter() - started))
-
-        return call
-
-    methods = [(Kernel, "__call__"), (Recording, "replay")]
-    own = [getattr(owner, name) for owner, name in methods]
-    try:
-        for (owner, name), run in zip(methods, own, strict=True):
-            setattr(owner, name, timed(run))
-        yield seen
-    finally:
-        for (owner, name), run in zip(methods, own, strict=True):
-            setattr(owner, name, run)
 
 
 def measure(case: str, bench: Bench, rounds: int, *, until: float, done: Callable[[], None]) -> Row:

@@ -117,7 +117,7 @@ class BareCore:
     """
 
     def __init__(self, folder: Path, options: NodeConfig, build: Build | None = None) -> None:
-        config = read_config(folder, None)
+        config = read_config(folder, options.dtype)
         self.plan = plan = plan_arena(config.groups, 16, options.kv_cache_memory_bytes)
         publishes = options.kv_events_config.is_published
         self.events = NodeEvents(options, plan, "bench", host=options.host) if publishes else None

@@ -33,6 +33,7 @@ class Kernel:
     """One kernel of the library. `fields`: its struct, as in `struct`: q an integer, d a float."""
 
     def __init__(self, owner: "Kernels", name: str, fields: str) -> None:
+        self.name = name
         self._owner = owner
         layout = Struct(fields)
         if _size_of(owner.library, name) != layout.size:
