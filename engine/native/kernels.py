@@ -77,6 +77,7 @@ class Kernels:
         self.conv_segment = Kernel(self, f"conv_segment_{name}", "11q")
         self.conv_state = Kernel(self, f"conv_state_{name}", "7q")
         self.attention = Kernel(self, f"attention_{name}", "21qd3q")
+        self.attention_segment = Kernel(self, f"attention_segment_{name}", "12qd3q")
         self.route = Kernel(self, f"route_{name}", "9q2d4q")
         self.experts = Kernel(self, f"experts_{name}", "15q")
         self.pack_int8 = Kernel(self, f"pack_int8_{name}", "5q")

@@ -356,7 +356,7 @@ def native_ops(kernels: Kernels, quantization: Quantization | None = None) -> Op
         torch_ops(),
         native=kernels,
         linear=linear,
-        paged_attention=NativeAttention(kernels, Scratch()),
+        paged_attention=NativeAttention(kernels),
         router=partial(NativeRouter, kernels),
         experts=experts,
         norm=partial(NativeNorm, kernels),

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from types import ModuleType
 
 import pytest
@@ -40,11 +41,41 @@ def queries(rows: int, heads: int, dtype: torch.dtype = torch.float32) -> Tensor
 
 
 def native_attention(dtype: torch.dtype = torch.float32) -> PagedAttention:
-    return NativeAttention(native_kernels(dtype), Scratch())
+    return NativeAttention(native_kernels(dtype))
 
 
 def fast_attention(dtype: torch.dtype = torch.float32) -> PagedAttention:
     return partial(fast.paged_attention, scratch=Scratch())
+
+
+def native_batch(
+    q: Tensor,
+    cache: AttentionCache,
+    block_tables: Tensor,
+    *,
+    decodes: int,
+    spans: list[range],
+    scale: float,
+    window: int | None = None,
+) -> Tensor:
+    """`spans`: new positions; their K and V, which the operator writes, lie there already."""
+    kv_heads, dim = cache.k_pages.shape[1], q.shape[2]
+    slots = [
+        _slots(table, span.start, span.stop, kv_heads)
+        for table, span in zip(block_tables, spans, strict=True)
+    ]
+    index = AttentionIndex(
+        block_tables,
+        torch.cat(slots),
+        torch.tensor([position for span in spans for position in span]),
+        SequenceLens(decodes, [len(span) for span in spans], [span.start for span in spans]),
+    )
+    k, v = (
+        pages[index.slot_mapping].view(-1, kv_heads, dim)
+        for pages in (cache.k_tokens, cache.v_tokens)
+    )
+    attend = native_attention(q.dtype)
+    return attend(q, k, v, cache, index, scale=scale, window=window).view(q.shape)
 
 
 def native_decode(
@@ -56,31 +87,45 @@ def native_decode(
     scale: float,
     window: int | None = None,
 ) -> Tensor:
-    """The new tokens' K and V, which the operator writes, are those that lie there."""
-    kv_heads, dim = cache.k_pages.shape[1], q.shape[2]
-    contexts = [length - 1 for length in lens]
-    slots = [
-        _slots(table, context, context + 1, kv_heads)
-        for table, context in zip(block_tables, contexts, strict=True)
-    ]
-    index = AttentionIndex(
+    return native_batch(
+        q,
+        cache,
         block_tables,
-        torch.cat(slots),
-        torch.tensor(contexts),
-        SequenceLens(len(lens), [1] * len(lens), contexts),
+        decodes=len(lens),
+        spans=[range(length - 1, length) for length in lens],
+        scale=scale,
+        window=window,
     )
-    k, v = (
-        pages[index.slot_mapping].view(-1, kv_heads, dim)
-        for pages in (cache.k_tokens, cache.v_tokens)
-    )
-    attend = native_attention(q.dtype)
-    return attend(q, k, v, cache, index, scale=scale, window=window).view(q.shape)
 
 
-Decode = Callable[..., Tensor]
-DECODES: dict[str, Decode] = {
+def native_prefill(
+    q: Tensor,
+    cache: AttentionCache,
+    block_row: Tensor,
+    *,
+    context: int,
+    scale: float,
+    window: int | None = None,
+) -> Tensor:
+    return native_batch(
+        q,
+        cache,
+        block_row.unsqueeze(0),
+        decodes=0,
+        spans=[range(context, context + len(q))],
+        scale=scale,
+        window=window,
+    )
+
+
+Operator = Callable[..., Tensor]
+DECODES: dict[str, Operator] = {
     "fast": partial(fast.decode, scratch=Scratch()),
     "native": native_decode,
+}
+PREFILLS: dict[str, Operator] = {
+    "fast": partial(fast.prefill, scratch=Scratch()),
+    "native": native_prefill,
 }
 
 
@@ -89,21 +134,24 @@ DECODES: dict[str, Decode] = {
     "lens", [[1], [15], [16], [17], [300], [300, 1, 64, 65], [1, 1], [5, 280, 3, 4, 2, 1]], ids=str
 )
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (6, 1)])
-def test_decode_equals_naive(op: Decode, lens: list[int], heads: int, kv_heads: int) -> None:
+def test_decode_equals_naive(op: Operator, lens: list[int], heads: int, kv_heads: int) -> None:
     cache, tables, q = cache_of(kv_heads), tables_of(lens), queries(len(lens), heads)
     expected = naive.decode(q, cache, tables, lens=lens, scale=SCALE)
     got = op(q, cache, tables, lens=lens, scale=SCALE)
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.parametrize("op", PREFILLS.values(), ids=PREFILLS)
 @pytest.mark.parametrize("context", [0, 1, 15, 16, 100])
 @pytest.mark.parametrize("tokens", [1, 2, 15, 63, 64, 65, 200])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (3, 1)])
-def test_prefill_equals_naive(context: int, tokens: int, heads: int, kv_heads: int) -> None:
+def test_prefill_equals_naive(
+    op: Operator, context: int, tokens: int, heads: int, kv_heads: int
+) -> None:
     cache, tables = cache_of(kv_heads), tables_of([context + tokens])
     q = queries(tokens, heads)
     expected = naive.prefill(q, cache, tables[0], context=context, scale=SCALE)
-    got = fast.prefill(q, cache, tables[0], context=context, scale=SCALE, scratch=Scratch())
+    got = op(q, cache, tables[0], context=context, scale=SCALE)
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-4)
 
 
@@ -120,7 +168,7 @@ def hide_what_a_window_skips(tables: Tensor, firsts: list[int], cache: Attention
 @pytest.mark.parametrize("window", [1, 2, 16, 17, 33, 400])
 @pytest.mark.parametrize("lens", [[300], [300, 1, 64, 65], [17, 18], [5, 280, 3, 4, 2, 1]], ids=str)
 @pytest.mark.parametrize("op", [naive.decode, *DECODES.values()], ids=["naive", *DECODES])
-def test_decode_reads_its_window_only(op: Decode, window: int, lens: list[int]) -> None:
+def test_decode_reads_its_window_only(op: Operator, window: int, lens: list[int]) -> None:
     cache, tables, q = cache_of(2), tables_of(lens), queries(len(lens), 4)
     hide_what_a_window_skips(tables, [max(0, length - window) for length in lens], cache)
     got = op(q, cache, tables, lens=lens, scale=SCALE, window=window)
@@ -134,14 +182,13 @@ def test_decode_reads_its_window_only(op: Decode, window: int, lens: list[int]) 
 @pytest.mark.parametrize("window", [1, 17, 64, 130])
 @pytest.mark.parametrize("context", [0, 31, 100])
 @pytest.mark.parametrize("tokens", [1, 2, 65, 150])
-@pytest.mark.parametrize("op", [naive, fast], ids=["naive", "fast"])
+@pytest.mark.parametrize("op", [naive.prefill, *PREFILLS.values()], ids=["naive", *PREFILLS])
 def test_prefill_reads_its_window_only(
-    op: ModuleType, window: int, context: int, tokens: int
+    op: Operator, window: int, context: int, tokens: int
 ) -> None:
     cache, tables, q = cache_of(2), tables_of([context + tokens]), queries(tokens, 4)
     hide_what_a_window_skips(tables, [max(0, context + 1 - window)], cache)
-    scratch = {"scratch": Scratch()} if op is fast else {}
-    got = op.prefill(q, cache, tables[0], context=context, scale=SCALE, window=window, **scratch)
+    got = op(q, cache, tables[0], context=context, scale=SCALE, window=window)
     expected = windowed(q, cache, tables[0], context=context, window=window)
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-4)
 
@@ -161,7 +208,7 @@ def windowed(q: Tensor, cache: AttentionCache, row: Tensor, *, context: int, win
 
 @pytest.mark.parametrize("op", DECODES.values(), ids=DECODES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_decode_ignores_what_lies_behind_a_sequence(op: Decode, dtype: torch.dtype) -> None:
+def test_decode_ignores_what_lies_behind_a_sequence(op: Operator, dtype: torch.dtype) -> None:
     lens = [5, 40]
     cache, tables, q = cache_of(2, dtype), tables_of(lens), queries(2, 4, dtype)
     expected = op(q, cache, tables, lens=lens, scale=SCALE)
@@ -172,26 +219,49 @@ def test_decode_ignores_what_lies_behind_a_sequence(op: Decode, dtype: torch.dty
     assert torch.equal(op(q, cache, tables, lens=lens, scale=SCALE), expected)
 
 
+@pytest.mark.parametrize("window", [None, 17])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("heads", "dim"), [(5, 7), (9, 45), (3, 70), (2, 129)])
-def test_native_decode_of_latents_of_any_size(heads: int, dim: int, dtype: torch.dtype) -> None:
+def test_a_native_prefill_ignores_what_it_does_not_read(
+    dtype: torch.dtype, window: int | None
+) -> None:
+    context, tokens = 40, 5
+    cache, tables, q = cache_of(2, dtype), tables_of([64])[0], queries(tokens, 4, dtype)
+    expected = native_prefill(q, cache, tables, context=context, scale=SCALE, window=window)
+    first = 0 if window is None else context + 1 - window
+    for position in (*range(first), *range(context + tokens, 64)):
+        for pages in (cache.k_pages, cache.v_pages):
+            pages[tables[position // BLOCK], :, position % BLOCK] = float("nan")
+    got = native_prefill(q, cache, tables, context=context, scale=SCALE, window=window)
+    assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("heads", "dim"), [(5, 7), (4, 24), (9, 45), (3, 70), (2, 129)])
+def test_native_attention_of_latents_of_any_size(heads: int, dim: int, dtype: torch.dtype) -> None:
     """All heads read one vector per token as K and V; rows and heads of q lie apart."""
-    lens, draw = [130, 3, 64], torch.Generator().manual_seed(dim)
+    spans, decodes = [range(129, 130), range(2, 3), range(100, 150), range(13)], 2
+    draw = torch.Generator().manual_seed(dim)
     pages = torch.randn(40, 1, BLOCK, dim, generator=draw).to(dtype)
     cache = AttentionCache(pages, pages, *[pages.view(-1, dim)] * 2)
-    tables = torch.randperm(40, generator=draw)[:27].view(3, 9)
-    contexts = [length - 1 for length in lens]
+    tables = torch.randperm(40, generator=draw).view(4, 10)
     slots = torch.cat(
-        [_slots(row, end, end + 1, 1) for row, end in zip(tables, contexts, strict=True)]
+        [_slots(row, span.start, span.stop, 1) for row, span in zip(tables, spans, strict=True)]
     )
-    index = AttentionIndex(
-        tables, slots, torch.tensor(contexts), SequenceLens(3, [1] * 3, contexts)
-    )
-    q = torch.randn(3, heads + 2, dim + 3, generator=draw).to(dtype)[:, 1:-1, :dim]
-    new = torch.randn(3, 2, dim + 1, generator=draw).to(dtype)[:, 1:, :dim]
+    positions = torch.tensor([position for span in spans for position in span])
+    lens = SequenceLens(decodes, [len(span) for span in spans], [span.start for span in spans])
+    index, rows = AttentionIndex(tables, slots, positions, lens), len(positions)
+    q = torch.randn(rows, heads + 2, dim + 3, generator=draw).to(dtype)[:, 1:-1, :dim]
+    new = torch.randn(rows, 2, dim + 1, generator=draw).to(dtype)[:, 1:, :dim]
     got = native_attention(dtype)(q, new, None, cache, index, scale=0.3, window=None)
     assert torch.equal(pages.view(-1, dim)[slots], new[:, 0])
-    expected = naive.decode(q.float(), cache, tables, lens=lens, scale=0.3)
+    expected = torch.cat(
+        [
+            naive.prefill(own, cache, row, context=span.start, scale=0.3)
+            for own, row, span in zip(
+                q.float().split_with_sizes(lens.query_lens), tables, spans, strict=True
+            )
+        ]
+    )
     near = 1e-5 if dtype == torch.float32 else 2**-8
     torch.testing.assert_close(
         got.view(q.shape).float(), expected, rtol=near, atol=near * float(expected.abs().max())
@@ -221,9 +291,40 @@ def test_a_native_decode_depends_on_its_sequence_only(dtype: torch.dtype) -> Non
             SequenceLens(1, [1], [length - 1]),
         )
         k, v = (pages[slots].view(1, 2, DIM) for pages in (moved.k_tokens, moved.v_tokens))
-        attend = NativeAttention(kernels, Scratch())
+        attend = NativeAttention(kernels)
         alone = attend(q[place : place + 1], k, v, moved, index, scale=SCALE, window=200)
         assert torch.equal(alone.view(4, DIM), together[place])
+
+
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_native_prefill_depends_on_its_sequence_only(
+    dtype: torch.dtype, window: int | None
+) -> None:
+    """Bit by bit: not on where it is cut, its own pages nor their size, nor on the threads."""
+    length = 500
+    cache, tables, q = cache_of(2, dtype), tables_of([length]), queries(length, 6, dtype)
+    whole = native_prefill(q, cache, tables[0], context=0, scale=SCALE, window=window)
+    k, v = (
+        pages[tables[0]].transpose(0, 1).reshape(1, 2, -1, DIM)
+        for pages in (cache.k_pages, cache.v_pages)
+    )
+    moved = AttentionCache(k, v, k.view(-1, DIM), v.view(-1, DIM))
+    kernels = native_kernels(dtype)
+    kernels.threads = 3 - kernels.threads
+    cuts = [0, 1, 6, 130, 163, length]
+    for start, end in pairwise(cuts):
+        slots = torch.arange(start, end).unsqueeze(1) + torch.tensor([0, k.shape[2]])
+        index = AttentionIndex(
+            torch.zeros(1, 1, dtype=torch.int64),
+            slots.view(-1),
+            torch.arange(start, end),
+            SequenceLens(0, [end - start], [start]),
+        )
+        new_k, new_v = (pages[slots] for pages in (moved.k_tokens, moved.v_tokens))
+        attend = NativeAttention(kernels)
+        part = attend(q[start:end], new_k, new_v, moved, index, scale=SCALE, window=window)
+        assert torch.equal(part.view(-1, 6, DIM), whole[start:end])
 
 
 def test_what_is_broken_shows() -> None:
@@ -232,6 +333,9 @@ def test_what_is_broken_shows() -> None:
     got = native_decode(q, cache, tables, lens=[20, 20], scale=SCALE)
     assert got[0].isnan().all()
     assert not got[1].isnan().any()
+    got = native_prefill(queries(20, 2), cache, tables[0], context=0, scale=SCALE)
+    assert got[18:].isnan().all()
+    assert not got[:18].isnan().any()
 
 
 @pytest.mark.parametrize("op", [naive, fast], ids=["naive", "fast"])

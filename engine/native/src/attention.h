@@ -43,10 +43,16 @@ void write(const Attention<T>& it, const T* from, int64_t row_step, int64_t head
              from + row * row_step + head * head_step, it.dim * sizeof(T));
 }
 
-template <typename T>
-int64_t first_position(const Attention<T>& it, int64_t seq) {
-  int64_t length = it.positions[seq] + 1;
-  return it.window && length > it.window ? length - it.window : 0;
+// Of what the last of `length` positions reads.
+inline int64_t first_read(int64_t length, int64_t window) {
+  return window && length > window ? length - window : 0;
+}
+
+// Where a position of a sequence lies in the pages.
+template <typename Task>
+inline int64_t place(const Task& it, const int64_t* table, int64_t kv_head, int64_t at) {
+  int64_t page = table[at / it.block_size] * it.kv_heads + kv_head;
+  return (page * it.block_size + at % it.block_size) * it.dim;
 }
 
 // q k^T of sixteen keys.
@@ -76,14 +82,16 @@ struct Running {
   float kept;  // What the sums so far are multiplied by, as the highest score has risen.
 };
 
-// Turns `count` scores to weights, in place.
-inline void weigh(float* scores, int64_t count, Running& head) {
+// Weights of `count` scores, perhaps in their place; of filled up ones too, which count nothing.
+template <typename T>
+inline void weigh(const float* scores, int64_t count, Running& head, T* weights) {
   Floats most = splat(head.highest), total = splat(0.0f);
   for (int64_t t = 0; t < count; t += LANES) most = max(most, load(scores + t));
   float highest_now = highest(most);
   for (int64_t t = 0; t < count; t += LANES) {
-    store(scores + t, exp(load(scores + t) - splat(highest_now)));
-    total = total + load(scores + t, count - t);
+    Floats weight = exp(load(scores + t) - splat(highest_now));
+    store(weights + t, weight);
+    total = total + within(weight, 0, count - t, 0.0f);
   }
   head.kept = lowest_lane(exp(splat(head.highest - highest_now)));
   head.total = head.total * head.kept + sum(total);
@@ -146,21 +154,19 @@ void attend(const Attention<T>& it, int64_t seq, int64_t kv_head) {
   const T* q = it.q + seq * it.q_row + kv_head * group * it.q_head;
   const int64_t* table = it.tables + seq * it.table_row;
   int64_t end = it.positions[seq] + 1;
-  for (int64_t start = first_position(it, seq); start < end; start += CHUNK) {
+  for (int64_t start = first_read(end, it.window); start < end; start += CHUNK) {
     int64_t count = end - start < CHUNK ? end - start : CHUNK;
     // Sixteen keys at a time: where fewer are left the last one again, which raises no maximum.
     int64_t places[CHUNK];
     for (int64_t t = 0; t < (count + LANES - 1) / LANES * LANES; ++t) {
-      int64_t at = start + (t < count ? t : count - 1);
-      int64_t page = table[at / it.block_size] * it.kv_heads + kv_head;
-      places[t] = (page * it.block_size + at % it.block_size) * it.dim;
+      places[t] = place(it, table, kv_head, start + (t < count ? t : count - 1));
     }
     for (int64_t h = 0; h < group; ++h) {
       float* own = weights + h * CHUNK;
       for (int64_t t = 0; t < count; t += LANES)
         store(own + t, products(q + h * it.q_head, it.k_pages, places + t, it.dim) *
                            splat((float)it.scale));
-      weigh(own, count, heads[h]);
+      weigh(own, count, heads[h], own);
     }
     add_values<T>(it.v_pages, places, count, weights, heads, group, sums, width, it.dim);
   }
@@ -175,8 +181,10 @@ void attention(const Attention<T>& it) {
   write(it, it.k, it.k_row, it.k_head, it.k_pages);
   if (it.v) write(it, it.v, it.v_row, it.v_head, it.v_pages);
   int64_t positions = 0;
-  for (int64_t seq = 0; seq < it.decodes; ++seq)
-    positions += it.positions[seq] + 1 - first_position(it, seq);
+  for (int64_t seq = 0; seq < it.decodes; ++seq) {
+    int64_t length = it.positions[seq] + 1;
+    positions += length - first_read(length, it.window);
+  }
   bool pays = it.threads > 1 && positions * it.kv_heads * it.dim > WORTH_THREADS;
   // Lengths differ: a thread that is done takes the next.
 #pragma omp parallel for num_threads(it.threads) if (pays) schedule(dynamic)

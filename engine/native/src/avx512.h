@@ -86,6 +86,12 @@ inline Floats sums(const Floats (&x)[16]) {
                         _mm512_shuffle_f32x4(halves[0], halves[1], 0xdd))};
 }
 
+// Lanes [begin, end) of x, `outside` in the others.
+inline Floats within(Floats x, int64_t begin, int64_t end, float outside) {
+  __mmask16 lanes = first(end > 0 ? end : 0) & ~first(begin > 0 ? begin : 0);
+  return {_mm512_mask_mov_ps(_mm512_set1_ps(outside), lanes, x.of)};
+}
+
 inline Words words(const float* p) { return {_mm512_loadu_si512(p)}; }
 inline Words words(const Bfloat16* p) { return {_mm512_loadu_si512(p)}; }
 // The first `n` numbers, the others zero.
@@ -93,8 +99,39 @@ inline Words words(const float* p, int64_t n) { return {_mm512_maskz_loadu_epi32
 inline Words words(const Bfloat16* p, int64_t n) {
   return {_mm512_maskz_loadu_epi16(n >= 32 ? ~0u : (1u << n) - 1, p)};
 }
+// Pairs of the first `n_low` and `n_high` of sixteen numbers, zero where there is none.
+inline Words pairs(const Bfloat16* low, int64_t n_low, const Bfloat16* high, int64_t n_high) {
+  __m512i in_low = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(first(n_low), low));
+  __m512i in_high = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(first(n_high), high));
+  return {_mm512_or_si512(in_low, _mm512_slli_epi32(in_high, 16))};
+}
 inline Words load_words(const uint32_t* p) { return {_mm512_load_si512(p)}; }
+inline void store_words(uint32_t* p, Words x) { _mm512_store_si512(p, x.of); }
 inline Words splat_word(uint32_t x) { return {_mm512_set1_epi32(x)}; }
+
+// A square of sixteen by sixteen words: rows become columns. First in the squares of two by two
+// vectors, then of four by four; the last two steps move whole quarters.
+inline void turn(Words (&x)[16]) {
+  __m512i pairs[16], fours[16], halves[16];
+  for (int i = 0; i < 16; i += 2) {
+    pairs[i] = _mm512_unpacklo_epi32(x[i].of, x[i + 1].of);
+    pairs[i + 1] = _mm512_unpackhi_epi32(x[i].of, x[i + 1].of);
+  }
+  for (int i = 0; i < 16; i += 4)
+    for (int j = 0; j < 2; ++j) {
+      fours[i + 2 * j] = _mm512_unpacklo_epi64(pairs[i + j], pairs[i + j + 2]);
+      fours[i + 2 * j + 1] = _mm512_unpackhi_epi64(pairs[i + j], pairs[i + j + 2]);
+    }
+  for (int i = 0; i < 16; i += 8)
+    for (int j = 0; j < 4; ++j) {
+      halves[i + j] = _mm512_shuffle_i32x4(fours[i + j], fours[i + j + 4], 0x88);
+      halves[i + j + 4] = _mm512_shuffle_i32x4(fours[i + j], fours[i + j + 4], 0xdd);
+    }
+  for (int j = 0; j < 8; ++j) {
+    x[j].of = _mm512_shuffle_i32x4(halves[j], halves[j + 8], 0x88);
+    x[j + 8].of = _mm512_shuffle_i32x4(halves[j], halves[j + 8], 0xdd);
+  }
+}
 
 inline Floats dot(Kind<float>, Floats sum, Words w, Words x) {
   return {_mm512_fmadd_ps(_mm512_castsi512_ps(w.of), _mm512_castsi512_ps(x.of), sum.of)};

@@ -1,6 +1,7 @@
 // Types of numbers, memory that is kept, and how a kernel is called.
 #pragma once
 
+#include <cfloat>
 #include <cmath>
 #include <cstdint>
 #include <cstdlib>

@@ -21,6 +21,7 @@ extern "C" EXPORTED int tandem_runs_here() {
 #include "linear_int8.h"
 #include "norms.h"
 
+#include "attention_segment.h"
 #include "experts.h"
 #include "replay.h"
 #include "router.h"

@@ -1,26 +1,23 @@
-"""Attention over pages: decodes in one pass over K and V, prefill segments as in `fast.py`."""
-
-from functools import partial
+"""Attention over pages: decodes in one pass over K and V, each prefill segment in blocks."""
 
 from torch import Tensor
 
 from engine.forward import AttentionCache, AttentionIndex
 from engine.native.kernels import Kernels, pointer
-from engine.ops.paged_attention.fast import prefill
-from engine.ops.scratch import Scratch
 
 
 class NativeAttention:
     """See `backend.PagedAttention`; pages of the kernels' dtype.
 
-    Scores, weights and sums are float32. A decode's result depends on its sequence alone.
+    Scores and sums are float32, and so are a decode's weights; a segment's have the pages' dtype. A
+    result depends on its sequence alone.
     """
 
-    def __init__(self, kernels: Kernels, scratch: Scratch) -> None:
+    def __init__(self, kernels: Kernels) -> None:
         self._run = kernels.attention
+        self._run_segment = kernels.attention_segment
         self._empty = kernels.empty
         self._threads = kernels.threads
-        self._scratch = scratch
 
     def __call__(
         self,
@@ -53,13 +50,22 @@ class NativeAttention:
             pointer(y),
             self._threads,
         )
-        one = partial(prefill, scale=scale, scratch=self._scratch, window=window)
         lens, start = index.lens, decodes
         for segment in range(decodes, len(lens.query_lens)):
-            context, end = lens.context_lens[segment], start + lens.query_lens[segment]
-            part = one(q[start:end], cache, index.block_tables[segment], context=context)
-            y[start:end].view(part.shape).copy_(part)
-            start = end
+            tokens = lens.query_lens[segment]
+            self._run_segment(
+                *_rows(q[start:]),
+                pointer(cache.k_pages),
+                pointer(cache.v_pages),
+                *(tokens, heads, kv_heads, dim, block_size),
+                pointer(index.block_tables[segment]),
+                lens.context_lens[segment],
+                scale,
+                window or 0,
+                pointer(y[start:]),
+                self._threads,
+            )
+            start += tokens
         return y
 
 
