@@ -56,6 +56,8 @@ inline Floats load(const Bfloat16* p, int64_t n) {
   __m512i wide = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(first(n), p));
   return {_mm512_castsi512_ps(_mm512_slli_epi32(wide, 16))};
 }
+// The first `n` of x, the others zero.
+inline Floats only(Floats x, int64_t n) { return {_mm512_maskz_mov_ps(first(n), x.of)}; }
 inline void store(float* p, Floats x) { _mm512_storeu_ps(p, x.of); }
 inline void store(Bfloat16* p, Floats x) {
   _mm256_storeu_si256((__m256i*)p, (__m256i)_mm512_cvtneps_pbh(x.of));
@@ -92,6 +94,33 @@ inline Floats within(Floats x, int64_t begin, int64_t end, float outside) {
   return {_mm512_mask_mov_ps(_mm512_set1_ps(outside), lanes, x.of)};
 }
 
+// A square of sixteen by sixteen: rows become columns. Squares of 4 by 4 in their quarters of the vectors, then these squares.
+template <typename Vector>
+inline void turn(Vector (&x)[16]) {
+  __m512 fours[16];  // At 4 q + j: in each quarter, row j of the square of four rows from 4 q on.
+  for (int i = 0; i < 16; i += 4) {
+    __m512 a = (__m512)x[i].of, b = (__m512)x[i + 1].of;
+    __m512 c = (__m512)x[i + 2].of, d = (__m512)x[i + 3].of;
+    __m512d ab = (__m512d)_mm512_unpacklo_ps(a, b), cd = (__m512d)_mm512_unpacklo_ps(c, d);
+    __m512d high_ab = (__m512d)_mm512_unpackhi_ps(a, b);
+    __m512d high_cd = (__m512d)_mm512_unpackhi_ps(c, d);
+    fours[i] = (__m512)_mm512_unpacklo_pd(ab, cd);
+    fours[i + 1] = (__m512)_mm512_unpackhi_pd(ab, cd);
+    fours[i + 2] = (__m512)_mm512_unpacklo_pd(high_ab, high_cd);
+    fours[i + 3] = (__m512)_mm512_unpackhi_pd(high_ab, high_cd);
+  }
+  for (int j = 0; j < 4; ++j) {
+    __m512 a = fours[j], b = fours[4 + j], c = fours[8 + j], d = fours[12 + j];
+    __m512 ab = _mm512_shuffle_f32x4(a, b, 0x44), cd = _mm512_shuffle_f32x4(c, d, 0x44);
+    __m512 high_ab = _mm512_shuffle_f32x4(a, b, 0xee);
+    __m512 high_cd = _mm512_shuffle_f32x4(c, d, 0xee);
+    x[j].of = (decltype(x->of))_mm512_shuffle_f32x4(ab, cd, 0x88);
+    x[4 + j].of = (decltype(x->of))_mm512_shuffle_f32x4(ab, cd, 0xdd);
+    x[8 + j].of = (decltype(x->of))_mm512_shuffle_f32x4(high_ab, high_cd, 0x88);
+    x[12 + j].of = (decltype(x->of))_mm512_shuffle_f32x4(high_ab, high_cd, 0xdd);
+  }
+}
+
 inline Words words(const float* p) { return {_mm512_loadu_si512(p)}; }
 inline Words words(const Bfloat16* p) { return {_mm512_loadu_si512(p)}; }
 // The first `n` numbers, the others zero.
@@ -108,30 +137,6 @@ inline Words pairs(const Bfloat16* low, int64_t n_low, const Bfloat16* high, int
 inline Words load_words(const uint32_t* p) { return {_mm512_load_si512(p)}; }
 inline void store_words(uint32_t* p, Words x) { _mm512_store_si512(p, x.of); }
 inline Words splat_word(uint32_t x) { return {_mm512_set1_epi32(x)}; }
-
-// A square of sixteen by sixteen words: rows become columns. First in the squares of two by two
-// vectors, then of four by four; the last two steps move whole quarters.
-inline void turn(Words (&x)[16]) {
-  __m512i pairs[16], fours[16], halves[16];
-  for (int i = 0; i < 16; i += 2) {
-    pairs[i] = _mm512_unpacklo_epi32(x[i].of, x[i + 1].of);
-    pairs[i + 1] = _mm512_unpackhi_epi32(x[i].of, x[i + 1].of);
-  }
-  for (int i = 0; i < 16; i += 4)
-    for (int j = 0; j < 2; ++j) {
-      fours[i + 2 * j] = _mm512_unpacklo_epi64(pairs[i + j], pairs[i + j + 2]);
-      fours[i + 2 * j + 1] = _mm512_unpackhi_epi64(pairs[i + j], pairs[i + j + 2]);
-    }
-  for (int i = 0; i < 16; i += 8)
-    for (int j = 0; j < 4; ++j) {
-      halves[i + j] = _mm512_shuffle_i32x4(fours[i + j], fours[i + j + 4], 0x88);
-      halves[i + j + 4] = _mm512_shuffle_i32x4(fours[i + j], fours[i + j + 4], 0xdd);
-    }
-  for (int j = 0; j < 8; ++j) {
-    x[j].of = _mm512_shuffle_i32x4(halves[j], halves[j + 8], 0x88);
-    x[j + 8].of = _mm512_shuffle_i32x4(halves[j], halves[j + 8], 0xdd);
-  }
-}
 
 inline Floats dot(Kind<float>, Floats sum, Words w, Words x) {
   return {_mm512_fmadd_ps(_mm512_castsi512_ps(w.of), _mm512_castsi512_ps(x.of), sum.of)};
