@@ -187,10 +187,10 @@ inline __attribute__((always_inline)) void add_product(Floats (&sums)[ROWS][2], 
 
 // COLUMNS of a head's state from `column` on through a block of `count` tokens from `row` on.
 template <typename T>
-void move_block(const SSD<T>& of, int64_t head, int64_t column, int64_t row, int64_t count,
+void move_block(const SSD<T>& of, int64_t head, int64_t column, int64_t row, int64_t count, int64_t next,
                 const SSDBlock& block, int64_t height, float* state) {
   float steps[BLOCK], decays[BLOCK], all[BLOCK], rests[BLOCK];
-  alignas(64) float own[BLOCK * BLOCK], pushes[BLOCK * COLUMNS];
+  alignas(64) float own[BLOCK * BLOCK], pushes[BLOCK * COLUMNS], kept[BLOCK * COLUMNS];
   time_steps(of, head, row, count, steps, decays);
   // Row s of the triangle: lane t has the decays after s up to t, and those before s nothing.
   Floats rest = splat(0.0f);
@@ -206,9 +206,13 @@ void move_block(const SSD<T>& of, int64_t head, int64_t column, int64_t row, int
   float* y = of.y + (row * of.heads + head) * of.dim + column;
   int64_t left = of.dim - column, others = left > LANES ? left - LANES : 0;
   for (int64_t t = 0; t < count; ++t) {
-    Floats step = splat(steps[t]);
-    store(pushes + t * COLUMNS, load(x + t * of.x_stride, left) * step);
-    store(pushes + t * COLUMNS + LANES, load(x + t * of.x_stride + LANES, others) * step);
+    ask_for(y + t * of.heads * of.dim, min(left, COLUMNS));
+    if (t < next) ask_for(x + (BLOCK + t) * of.x_stride, min(left, COLUMNS));
+    for (int64_t p = 0; p < COLUMNS; p += LANES) {
+      Floats push = load(x + t * of.x_stride + p, p ? others : left) * splat(steps[t]);
+      store(pushes + t * COLUMNS + p, push);
+      store(kept + t * COLUMNS + p, push * splat(rests[t]));
+    }
   }
   Floats skip = splat(of.d ? of.d[head] : 0.0f);
   for (int64_t start = 0; start < count; start += ROWS) {
@@ -232,11 +236,6 @@ void move_block(const SSD<T>& of, int64_t head, int64_t column, int64_t row, int
       store(out + LANES, fma(load(in + LANES, others), skip, sums[i][1]), others);
     }
   }
-  for (int64_t t = 0; t < count; ++t) {
-    float* push = pushes + t * COLUMNS;
-    store(push, load(push) * splat(rests[t]));
-    store(push + LANES, load(push + LANES) * splat(rests[t]));
-  }
   Floats decay = splat(after);
   for (int64_t n = 0; n < height; n += ROWS) {
     float* h = state + n * COLUMNS;
@@ -246,7 +245,7 @@ void move_block(const SSD<T>& of, int64_t head, int64_t column, int64_t row, int
       sums[i][0] = load(h + i * COLUMNS) * decay;
       sums[i][1] = load(h + i * COLUMNS + LANES) * decay;
     }
-    add_product(sums, count, block.b + n, height, pushes);
+    add_product(sums, count, block.b + n, height, kept);
 #pragma GCC unroll 8
     for (int i = 0; i < ROWS; ++i) {
       store(h + i * COLUMNS, sums[i][0]);
@@ -305,7 +304,7 @@ void ssd_segment(const SSDSegment<T>& it) {
         int64_t start = (head * of.dim + column) * of.size, left = of.dim - column;
         take_columns(state, (row ? it.to : it.from) + start, left, of.size);
         for (int64_t at = row; at < end; at += BLOCK)
-          move_block(of, head, column, at, min(end - at, BLOCK),
+          move_block(of, head, column, at, min(end - at, BLOCK), min(end - at - BLOCK, BLOCK),
                      SSDBlock(shared + (at - row) / BLOCK * memory, height), height, state);
         put_columns(state, it.to + start, left, of.size);
       }
