@@ -179,3 +179,42 @@ def test_a_batch_is_what_naive_makes_of_it(
     )
     torch.testing.assert_close(found, wanted, rtol=2e-5, atol=2e-4)
     torch.testing.assert_close(memory_of(ours), memory_of(theirs), rtol=2e-5, atol=2e-5)
+
+
+def drawn(tokens: int, rates: list[float]) -> tuple[list[Tensor], SSDParameters]:
+    """x, dt, b and c, of heads of 37 in two groups of size 21; dt is 0.5 to 2 after softplus."""
+    draw, heads = torch.Generator().manual_seed(tokens), len(rates)
+    x = torch.randn(tokens, heads, 37, generator=draw)
+    dt = torch.rand(tokens, heads, generator=draw) * 2.3 - 0.4
+    b, c = torch.randn(2, tokens, 2, 21, generator=draw)
+    return [x, dt, b, c], SSDParameters(a=-torch.tensor(rates))
+
+
+def test_a_long_segment_keeps_its_digits_at_any_decay() -> None:
+    """Products of decays come to nothing within three tokens, or hardly fall in hundreds."""
+    rows, parameters = drawn(600, [1e-4, 1e-2, 1.0, 10.0, 25.0, 50.0])
+    ours, theirs = (pool_of((6, 37, 21), torch.float32) for _ in range(2))
+    batch = Batch(0, [600], [3])
+    found = NativeSSD(native_kernels())(*rows, ours, batch.index(), parameters=parameters)
+    truth, final, _ = naive.ssd(*rows, parameters=parameters, query_lens=[600], initial=theirs[3:4])
+    # Relative to a head's largest number, from sums of hundreds of terms or of next to none.
+    for mine, other in [(found.transpose(0, 1), truth.transpose(0, 1)), (ours[3], final[0])]:
+        largest = other.abs().amax(dim=(1, 2), keepdim=True)
+        torch.testing.assert_close(mine / largest, other / largest, rtol=0.0, atol=5e-6)
+
+
+def test_neither_threads_nor_a_cut_after_a_whole_block_change_a_bit() -> None:
+    rows, parameters = drawn(300, [1e-4, 1e-2, 1.0, 10.0])
+    kernels = native_kernels()
+    outputs, pools = [], []
+    for threads, lens in [(1, [300]), (3, [48, 16, 236])]:
+        kernels.threads = threads
+        pool = pool_of((4, 37, 21), torch.float32)
+        parts = zip(*(row.split_with_sizes(lens) for row in rows), strict=True)
+        run = partial(NativeSSD(kernels), pool=pool, parameters=parameters)
+        outputs.append(
+            torch.cat([run(*part, index=Batch(0, [len(part[0])], [3]).index()) for part in parts])
+        )
+        pools.append(memory_of(pool))
+    assert torch.equal(*outputs)
+    assert torch.equal(*pools)

@@ -39,6 +39,14 @@ inline float wide(Bfloat16 x) {
   return y;
 }
 
+inline int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
+
+// Asks for the cache lines of `count` numbers: rows are too far apart for the processor to guess.
+template <typename T>
+inline void ask_for(const T* from, int64_t count) {
+  for (int64_t i = 0; i < count; i += 64 / int64_t{sizeof(T)}) __builtin_prefetch(from + i);
+}
+
 // Memory that grows and is kept: fresh memory costs a page fault for each 4 KiB.
 struct Buffer {
   void* start = nullptr;

@@ -174,14 +174,6 @@ struct DeltaGroup {
   int64_t row_of(int64_t j) const { return row + (j < count ? j : count - 1); }
 };
 
-inline int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
-
-// Asks for the cache lines of `count` numbers: rows are too far apart for the processor to guess.
-template <typename T>
-inline void ask_for(const T* from, int64_t count) {
-  for (int64_t i = 0; i < count; i += 64 / int64_t{sizeof(T)}) __builtin_prefetch(from + i);
-}
-
 // Decays by head and betas of `count` tokens from `row` on, at most TURN * RANK.
 template <typename T>
 void token_rates(const DeltaRule<T>& of, int64_t head, int64_t row, int64_t count, float* decays,

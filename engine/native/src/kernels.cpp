@@ -26,3 +26,4 @@ extern "C" EXPORTED int tandem_runs_here() {
 #include "replay.h"
 #include "router.h"
 #include "ssd.h"
+#include "ssd_segment.h"
