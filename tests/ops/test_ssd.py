@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.forward import StateExport
 from engine.ops.backend import StateSpaceDuality
 from engine.ops.ssd import fast, naive
 from engine.ops.ssd.native import NativeSSD
@@ -191,14 +192,23 @@ def drawn(tokens: int, rates: list[float]) -> tuple[list[Tensor], SSDParameters]
 
 
 def test_a_long_segment_keeps_its_digits_at_any_decay() -> None:
-    """Products of decays come to nothing within three tokens, or hardly fall in hundreds."""
-    rows, parameters = drawn(600, [1e-4, 1e-2, 1.0, 10.0, 25.0, 50.0])
+    """Products of decays come to nothing within three tokens, or hardly fall in hundreds.
+
+    Its last export is where it ends: no row is left for its own state.
+    """
+    (x, dt, b, c), parameters = drawn(600, [1e-4, 1e-2, 1.0, 10.0, 25.0, 50.0])
     ours, theirs = (pool_of((6, 37, 21), torch.float32) for _ in range(2))
-    batch = Batch(0, [600], [3])
-    found = NativeSSD(native_kernels())(*rows, ours, batch.index(), parameters=parameters)
-    truth, final, _ = naive.ssd(*rows, parameters=parameters, query_lens=[600], initial=theirs[3:4])
+    batch = Batch(0, [600], [3], (StateExport(0, 500, 5), StateExport(0, 600, 7)))
+    found = native(torch.float32)(x, dt, b, c, ours, batch.index(), parameters=parameters)
+    truth = partial(naive.ssd, x, dt, b, c, parameters=parameters)
+    wanted = moved(
+        theirs,
+        batch,
+        lambda lens, states, exports: truth(query_lens=lens, initial=states, exports=exports),
+    )
     # Relative to a head's largest number, from sums of hundreds of terms or of next to none.
-    for mine, other in [(found.transpose(0, 1), truth.transpose(0, 1)), (ours[3], final[0])]:
+    pairs = [(ours[unit], theirs[unit]) for unit in (3, 5, 7)]
+    for mine, other in [(found.transpose(0, 1), wanted.transpose(0, 1)), *pairs]:
         largest = other.abs().amax(dim=(1, 2), keepdim=True)
         torch.testing.assert_close(mine / largest, other / largest, rtol=0.0, atol=5e-6)
 
