@@ -94,9 +94,11 @@ inline Floats within(Floats x, int64_t begin, int64_t end, float outside) {
   return {_mm512_mask_mov_ps(_mm512_set1_ps(outside), lanes, x.of)};
 }
 
-// A square of sixteen by sixteen: rows become columns. Squares of 4 by 4 in their quarters of the vectors, then these squares.
+// A square of sixteen by sixteen words: rows become columns, first in squares of four by four in
+// the vectors' quarters, then of these squares.
 template <typename Vector>
 inline void turn(Vector (&x)[16]) {
+  using Lanes = decltype(x->of);
   __m512 fours[16];  // At 4 q + j: in each quarter, row j of the square of four rows from 4 q on.
   for (int i = 0; i < 16; i += 4) {
     __m512 a = (__m512)x[i].of, b = (__m512)x[i + 1].of;
@@ -114,10 +116,10 @@ inline void turn(Vector (&x)[16]) {
     __m512 ab = _mm512_shuffle_f32x4(a, b, 0x44), cd = _mm512_shuffle_f32x4(c, d, 0x44);
     __m512 high_ab = _mm512_shuffle_f32x4(a, b, 0xee);
     __m512 high_cd = _mm512_shuffle_f32x4(c, d, 0xee);
-    x[j].of = (decltype(x->of))_mm512_shuffle_f32x4(ab, cd, 0x88);
-    x[4 + j].of = (decltype(x->of))_mm512_shuffle_f32x4(ab, cd, 0xdd);
-    x[8 + j].of = (decltype(x->of))_mm512_shuffle_f32x4(high_ab, high_cd, 0x88);
-    x[12 + j].of = (decltype(x->of))_mm512_shuffle_f32x4(high_ab, high_cd, 0xdd);
+    x[j].of = (Lanes)_mm512_shuffle_f32x4(ab, cd, 0x88);
+    x[4 + j].of = (Lanes)_mm512_shuffle_f32x4(ab, cd, 0xdd);
+    x[8 + j].of = (Lanes)_mm512_shuffle_f32x4(high_ab, high_cd, 0x88);
+    x[12 + j].of = (Lanes)_mm512_shuffle_f32x4(high_ab, high_cd, 0xdd);
   }
 }
 
