@@ -18,7 +18,7 @@
 namespace {
 
 constexpr int64_t KEYS = 128;
-constexpr int64_t BLOCK_ROWS = 64 * MOST_ROWS;  // Packing costs a hundredth of their products.
+constexpr int64_t BLOCK_ROWS = 64 * MOST_ROWS;  // Packing costs some hundredths of their time.
 
 template <typename T>
 constexpr int64_t PER_WORD = 4 / sizeof(T);
