@@ -9,13 +9,14 @@ import ctypes
 import importlib.util
 from collections.abc import Callable
 from functools import cache
+from math import prod
 from struct import Struct
 
 import structlog
 import torch
 from torch import Tensor
 
-from engine.native.huge_pages import HugePages
+from engine.native.huge_pages import REGION_BYTES, HugePages
 from engine.native.recording import Recording, TorchWork, Workspace
 
 log = structlog.get_logger()
@@ -24,6 +25,9 @@ MODULE = "engine.native._kernels"
 """Built by pyproject.toml's `ext-modules`; a shared library, not a module that can be imported."""
 DTYPES = (torch.float32, torch.bfloat16)
 """Of models that have native kernels."""
+
+LARGE = 2**16
+"""Numbers of a result whose memory is kept for the next one."""
 
 Calls = list[tuple[int, bytes]]
 """Kernels that ran: the address of each and its packed struct."""
@@ -64,6 +68,7 @@ class Kernels:
         self.torch_work: list[str] = []
         self.huge_pages = HugePages()
         self._workspace = Workspace()
+        self._results = Workspace(REGION_BYTES)
         self._replay = library.tandem_replay
         name = str(dtype).removeprefix("torch.")
         self.pack = Kernel(self, "pack", "4q")
@@ -91,6 +96,10 @@ class Kernels:
         """Memory for a result, contiguous."""
         if self.calls is not None:
             return self._workspace.take(shape, dtype)
+        # The C library gives large memory back to the system at once, which clears every page of
+        # it when it comes again: up to a twentieth of a prefill.
+        if prod(shape) >= LARGE:
+            return self._results.take(shape, dtype)
         return torch.empty(shape, dtype=dtype)
 
     def record(self, run: Callable[[], Tensor]) -> tuple[Recording | None, Tensor]:

@@ -5,6 +5,9 @@ which are filled anew before each replay, and of results, which live in a `Works
 """
 
 import ctypes
+import threading
+from bisect import insort
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from struct import Struct
@@ -17,20 +20,26 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from engine.native.huge_pages import region
+
 ALIGNMENT = 64
 CHUNK_BYTES = 2**22
 
 
 class Workspace:
-    """Memory for the results of recorded passes: they run one at a time, and so share it.
+    """Memory for results, which is kept for the next ones: those of a pass, or all large ones.
 
     A result's bytes are free again once no tensor shows them, so that a pass takes no more than
     lives at once: its later layers write where the earlier ones have.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, chunk_bytes: int = CHUNK_BYTES) -> None:
+        self._chunk_bytes = chunk_bytes
         self._chunks: list[NDArray[np.uint8]] = []
         self._free: list[tuple[int, int, int]] = []
+        # Results that died, which may be at any time and in any thread: (pass, run).
+        self._dead: deque[tuple[int, tuple[int, int, int]]] = deque()
+        self._lock = threading.Lock()
         self._pass = 0
 
     def reset(self) -> None:
@@ -42,36 +51,41 @@ class Workspace:
         """An uninitialised contiguous tensor."""
         size = max(1, prod(shape)) * dtype.itemsize
         room = -(-size // ALIGNMENT) * ALIGNMENT
+        with self._lock:
+            chunk, start = self._reserve(room)
+        bytes_ = self._chunks[chunk][start : start + size]
+        # The tensor's memory holds this view of the chunk, and lets go of it at its end.
+        died = (self._pass, (chunk, start, start + room))
+        finalize(bytes_, self._dead.append, died).atexit = False
+        return torch.from_numpy(bytes_).view(dtype)[: prod(shape)].view(shape)
+
+    def _reserve(self, room: int) -> tuple[int, int]:
+        """The chunk and the place in it of `room` bytes."""
+        self._collect()
         found = next((run for run in self._free if run[2] - run[1] >= room), None)
         if found is None:
-            self._chunks.append(_aligned(max(CHUNK_BYTES, room)))
+            # At least twice as large each time: growing passes leave few that are too small.
+            self._chunks.append(region(max(self._chunk_bytes, 1 << (room - 1).bit_length())))
             found = (len(self._chunks) - 1, 0, len(self._chunks[-1]))
         else:
             self._free.remove(found)
         chunk, start, end = found
         if end - start > room:
-            self._free.append((chunk, start + room, end))
-            self._free.sort()
-        bytes_ = self._chunks[chunk][start : start + size]
-        # The tensor's memory holds this view of the chunk, and lets go of it at its end.
-        finalize(bytes_, self._give_back, self._pass, (chunk, start, start + room)).atexit = False
-        return torch.from_numpy(bytes_).view(dtype)[: prod(shape)].view(shape)
+            insort(self._free, (chunk, start + room, end))
+        return chunk, start
 
-    def _give_back(self, of_pass: int, run: tuple[int, int, int]) -> None:
-        if of_pass != self._pass:
-            return  # of a recording that is over: its memory was free long ago
+    def _collect(self) -> None:
+        """Puts what died among the free runs, as one with its neighbours."""
+        while self._dead:
+            of_pass, run = self._dead.popleft()
+            if of_pass == self._pass:  # of a recording that is over it was free long ago
+                insort(self._free, run)
         merged: list[tuple[int, int, int]] = []
-        for chunk, start, end in sorted([*self._free, run]):
+        for chunk, start, end in self._free:
             if merged and merged[-1][0] == chunk and merged[-1][2] == start:
                 start = merged.pop()[1]
             merged.append((chunk, start, end))
         self._free = merged
-
-
-def _aligned(size: int) -> NDArray[np.uint8]:
-    memory = np.empty(size + ALIGNMENT, np.uint8)
-    start = -memory.ctypes.data % ALIGNMENT
-    return memory[start : start + size]
 
 
 class Recording:

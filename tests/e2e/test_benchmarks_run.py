@@ -33,6 +33,7 @@ SCRIPTS = {
     "offload": ("cache.offload",),
     "pauses": ("serving.pauses",),
     "policies": ("cache", "policies"),
+    "prefill_length": ("engine.prefill_length",),
     "proxy_cost": ("serving.proxy_cost",),
     "replay": ("serving.replay", "G1"),
     "routing": ("cache.routing",),
