@@ -202,7 +202,7 @@ def cases_of(models: Sequence[str], only: Sequence[str]) -> list[Case]:
 
 @contextmanager
 def both_sides(
-    model: str, precision: str, folder: Path, *, llama: LlamaCpp | None
+    model: str, precision: str, folder: Path, *, llama: LlamaCpp | None, threads: int
 ) -> Iterator[Sides]:
     """The random checkpoint, made once in `folder`; the node is closed with the block."""
     checkpoint = folder / model
@@ -211,7 +211,8 @@ def both_sides(
         add_tokenizer(checkpoint)
     chosen = PRECISIONS[precision]
     files = {kind: llama.convert(checkpoint, kind) for kind in chosen.peers} if llama else {}
-    options = {"kv_cache_memory_bytes": ARENA_BYTES, **chosen.options}
+    fixed = {"kv_cache_memory_bytes": ARENA_BYTES, "num_threads": threads}
+    options = {**fixed, **chosen.options}
     with TandemNode(checkpoint, options) as node:
         yield Sides(
             node,
@@ -236,7 +237,8 @@ def run(
     ):
         for (model, precision), own in groupby(cases, lambda case: (case.model, case.precision)):
             describe(f"{model} {precision}")
-            with both_sides(model, precision, Path(folder), llama=llama) as sides:
+            threads = found.host.threads
+            with both_sides(model, precision, Path(folder), llama=llama, threads=threads) as sides:
                 first = len(rows)
                 rows += [
                     measure(

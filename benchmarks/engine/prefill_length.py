@@ -10,7 +10,7 @@ two by the clock around the native kernels of attention:
 """
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from time import perf_counter
 from typing import Annotated
@@ -97,9 +97,10 @@ def shown(rows: Sequence[Row]) -> list[Row]:
     return [row for row in rows if (chunks := row.context // CHUNK + 1) & (chunks - 1) == 0]
 
 
-def run(models: Sequence[str], rounds: int, length: int, found: report.Report) -> list[Row]:
-    """Prompts of `length` tokens through every model, one after the other."""
-    rows: list[Row] = []
+def measure(
+    checkpoint: Path, rounds: int, length: int, *, done: Callable[[], None]
+) -> list[list[Step]]:
+    """The steps of `rounds` prompts of `length` tokens, after a short one that warms up."""
     options = NodeConfig(
         dtype="bfloat16",
         max_num_seqs=1,
@@ -107,19 +108,26 @@ def run(models: Sequence[str], rounds: int, length: int, found: report.Report) -
         enable_prefix_caching=False,
         kv_cache_memory_bytes=ARENA_BYTES,
     )
+    prompts = []
+    with BareCore(checkpoint, options) as core:
+        prefill(core, 0, CHUNK)
+        for number in range(rounds):
+            prompts.append(prefill(core, number + 1, length))
+            done()
+    return prompts
+
+
+def run(models: Sequence[str], rounds: int, length: int, *, found: report.Report) -> list[Row]:
+    """Prompts of `length` tokens through every model, one after the other."""
+    rows: list[Row] = []
     with (
         tempfile.TemporaryDirectory() as folder,
         report.progress(found.console, len(models) * rounds) as describe,
     ):
         for name in models:
             done = describe(name)
-            with BareCore(save_random(name, Path(folder)), options) as core:
-                prefill(core, 0, CHUNK)  # warms up
-                prompts = []
-                for number in range(rounds):
-                    prompts.append(prefill(core, number + 1, length))
-                    done()
-            rows += rows_of(name, prompts)
+            checkpoint = save_random(name, Path(folder))
+            rows += rows_of(name, measure(checkpoint, rounds, length, done=done))
     return rows
 
 
@@ -145,7 +153,7 @@ def main(
     if quick:
         rounds, models = 1, [QUICK_MODEL]
     found = report.Report("prefill_length", out, SECONDS, cpu=cpu, quick=quick)
-    rows = run(models, rounds, length, found)
+    rows = run(models, rounds, length, found=found)
     note = f"chunks of {CHUNK:,}; {rounds} prompts each; {machine.describe(found.host)}"
     found.publish(
         "Prefill by context", headers=HEADERS, rows=list(map(cells, shown(rows))), note=note
