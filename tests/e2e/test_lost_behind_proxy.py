@@ -7,7 +7,10 @@ import asyncio
 import json
 import signal
 from collections.abc import Awaitable
+from pathlib import Path
 from typing import Any, TypeVar
+
+import pytest
 
 from tests.support.api.node_double import client_of
 from tests.support.nodes.asking import (
@@ -19,17 +22,17 @@ from tests.support.nodes.asking import (
     stream,
     streamed_ids,
 )
-from tests.support.nodes.cluster import until
+from tests.support.nodes.cluster import until, with_context
 from tests.support.nodes.pairs import arena_for, prompt_of
 from tests.support.nodes.processes import Launcher, ServerProcess
 
 PROMPT = list(prompt_of(100, salt=6))
 BLOCKER = list(prompt_of(100, salt=7))
 QUESTION = question(PROMPT)
-HANGS = question(list(prompt_of(100, salt=8)), max_tokens=280)
+HANGS = question(list(prompt_of(100, salt=8)), max_tokens=800)
 SHORT = question(list(prompt_of(60, salt=9)), max_tokens=4)
 T = TypeVar("T")
-SOON_S = 20.0
+SOON_S = 30.0
 USABLE = "tandem_proxy_available_nodes"
 WAITING = "vllm:num_requests_waiting"
 PULLS = "vllm:nixl_bytes_transferred_count"
@@ -117,7 +120,11 @@ async def test_clients_that_leave_end_their_requests_on_d(real: Launcher) -> Non
     p.assert_at_rest()
 
 
-async def test_hung_nodes_cost_seconds_and_nobody_waits_for_their_timeouts(real: Launcher) -> None:
+async def test_hung_nodes_cost_seconds_and_nobody_waits_for_their_timeouts(
+    real: Launcher, tmp_path: Path
+) -> None:
+    # An answer that is still under way when its node has been found.
+    real.model = with_context(real.model, tmp_path / "long", 2048)
     p, d, d2 = (real.launch(f"{kind}_node") for kind in ("prefill", "decode", "decode"))
     for node in (p, d, d2):
         node.wait_until_serving()
@@ -126,7 +133,7 @@ async def test_hung_nodes_cost_seconds_and_nobody_waits_for_their_timeouts(real:
     expected = (await ask(proxy.url, HANGS)).token_ids
     short = (await ask(proxy.url, SHORT)).token_ids
     streaming = asyncio.create_task(stream(proxy.url, {**HANGS, "stream": True}))
-    hung = await node_at_work(d, d2)
+    hung = await node_at_work(streaming, d, d2)
     hung.signal(signal.SIGSTOP)
     # In turn: one of them on the node that hangs.
     answers = await soon(ask(proxy.url, SHORT), ask(proxy.url, SHORT))
@@ -172,13 +179,16 @@ def assert_tells_nothing_inside(answer: Answer) -> None:
     assert int(answer.headers["Retry-After"]) >= 1
 
 
-async def node_at_work(*nodes: ServerProcess) -> ServerProcess:
-    """The one that runs a request."""
-    while True:
-        for node in nodes:
+async def node_at_work(
+    streaming: "asyncio.Task[Any]", first: ServerProcess, second: ServerProcess
+) -> ServerProcess:
+    """The one that runs the request."""
+    while not streaming.done():
+        for node in (first, second):
             if node.metrics()["vllm:num_requests_running"]:
                 return node
         await asyncio.sleep(0)
+    pytest.fail("the answer was whole before its node was found")
 
 
 async def soon(*asked: Awaitable[T]) -> list[T]:
