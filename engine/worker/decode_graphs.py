@@ -103,7 +103,9 @@ class DecodeInputs:
             group.fill(ordered, self._positions)
         rows = [row for row, item in enumerate(ordered) if item.sampling is not None]
         all_sample = len(rows) == len(ordered)
-        self.batch.logits_rows = self._all_rows if all_sample else torch.tensor(rows)
+        self.batch.logits_rows = (
+            self._all_rows if all_sample else torch.tensor(rows, dtype=torch.int64)
+        )
 
 
 @dataclass(slots=True, frozen=True)

@@ -1,12 +1,15 @@
 """How a step's requests become one batch, where several groups must agree on one order."""
 
+import pytest
 import torch
+from msgspec import structs
 
 from engine.forward import StateIndex
 from engine.kv_cache.arena_plan import plan_arena
 from engine.kv_cache.spec import MambaSpec, StatePart, form_groups
 from engine.step import SamplingInput, ScheduledRequest
 from engine.types import SamplingParams
+from engine.worker.decode_graphs import DecodeInputs
 from engine.worker.input_batch import InputBatcher
 
 SMALL = MambaSpec("mamba2", (StatePart((3, 64)), StatePart((2, 16, 16))))
@@ -35,3 +38,25 @@ def test_a_group_whose_states_stand_in_another_order_has_no_run() -> None:
     """The batch is ordered by one group; in others, first and last may only look like a run."""
     assert runs_of(decode(0, 5), decode(1, 9), decode(2, 7)) == [slice(0, 3), None]
     assert runs_of(decode(0, 6), decode(1, 5), decode(2, 8)) == [slice(0, 3), None]
+
+
+@pytest.mark.parametrize("sampling", [(True, True), (False, True), (False, False)])
+def test_inputs_of_a_recording_are_those_of_a_new_batch(sampling: tuple[bool, ...]) -> None:
+    """Also where a chunk of one token ends before the last token of its prompt."""
+    batcher = InputBatcher(PLAN, torch.device("cpu"))
+    inputs = DecodeInputs(batcher, rows=2, longest=16)
+    inputs.fill([decode(7, 8), decode(8, 9)])
+    items = (decode(3, 6), decode(4, 7))
+    ordered = [
+        structs.replace(item, sampling=item.sampling if samples else None)
+        for item, samples in zip(items, sampling, strict=True)
+    ]
+    inputs.fill(ordered)
+    expected = batcher.build(ordered)
+    assert torch.equal(inputs.batch.token_ids, expected.token_ids)
+    assert torch.equal(inputs.batch.positions, expected.positions)
+    assert torch.equal(inputs.batch.logits_rows, expected.logits_rows)
+    for filled, built in zip(inputs.batch.group_index, expected.group_index, strict=True):
+        assert isinstance(filled, StateIndex) and isinstance(built, StateIndex)
+        assert torch.equal(filled.units, built.units)
+    assert torch.zeros(2, 4)[inputs.batch.logits_rows].shape == (sum(sampling), 4)
