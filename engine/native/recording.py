@@ -64,7 +64,7 @@ class Workspace:
         self._collect()
         found = next((run for run in self._free if run[2] - run[1] >= room), None)
         if found is None:
-            # At least twice as large each time: growing passes leave few that are too small.
+            # A power of two: of passes that grow bit by bit, few leave a chunk that is too small.
             self._chunks.append(region(max(self._chunk_bytes, 1 << (room - 1).bit_length())))
             found = (len(self._chunks) - 1, 0, len(self._chunks[-1]))
         else:
