@@ -1,20 +1,23 @@
 """The options of the proxy, from flags or a YAML file with the same keys. Reads no environment."""
 
 import re
+from collections.abc import Sequence
 from typing import Annotated, Final
 
 from msgspec import Meta
 
 from engine.errors import ConfigError
+from proxy.backends.connect import WorkerOptions
+from proxy.backends.worker import Backend, WorkerUrl
+from proxy.backends.worker_facts import parse_event_endpoints
 from proxy.routing.local_prefill import Threshold
 from proxy.routing.policies import POLICIES
 from serving.config import ListenPort, NotNegative, Positive, Seconds, ServerConfig
 from serving.rpc.address import is_loopback
-from serving.rpc.node_http import parse_node_url
 
 NODE_URL: Final = (
-    "http://host:port (its HTTP port) or grpc://host:port, with TLS https:// or grpcs://; repeat "
-    "for several."
+    "http://host:port (its HTTP port) or grpc://host:port, with TLS https:// or grpcs://, or "
+    "another engine's worker, vllm+http://host:port; repeat for several."
 )
 
 
@@ -23,6 +26,28 @@ class ProxyConfig(ServerConfig, frozen=True, kw_only=True, forbid_unknown_fields
 
     prefill: Annotated[tuple[str, ...], Meta(description=f"A prefill node: {NODE_URL}")] = ()
     decode: Annotated[tuple[str, ...], Meta(description=f"A decode node: {NODE_URL}")] = ()
+    backend: Annotated[
+        Backend,
+        Meta(description="Engine of the nodes whose URL names none: tandem, vllm or sglang."),
+    ] = Backend.TANDEM
+    backend_api_key: Annotated[
+        str | None, Meta(description="Key that workers of other engines ask for.")
+    ] = None
+    tokenizer: Annotated[
+        str | None,
+        Meta(
+            description="Model folder or hub name with the tokenizer of other engines' workers. "
+            "Default: the model that they name."
+        ),
+    ] = None
+    kv_events_endpoint: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="Where a worker that does not tell it publishes KV events: "
+            "http://host:port=tcp://host:port, and after a comma its replay endpoint; repeat for "
+            "several."
+        ),
+    ] = ()
     grpc_port: Annotated[
         ListenPort | None,
         Meta(
@@ -82,6 +107,21 @@ class ProxyConfig(ServerConfig, frozen=True, kw_only=True, forbid_unknown_fields
         """`disagg_threshold` as `LocalPrefill` takes it."""
         return "auto" if self.disagg_threshold == "auto" else int(self.disagg_threshold)
 
+    @property
+    def workers(self) -> tuple[list[WorkerUrl], list[WorkerUrl]]:
+        """The URLs of `prefill` and `decode`. Raises ConfigError for one that is wrong."""
+        urls = [
+            [WorkerUrl.parse(it, self.backend) for it in kind]
+            for kind in (self.prefill, self.decode)
+        ]
+        return urls[0], urls[1]
+
+    @property
+    def worker_options(self) -> WorkerOptions:
+        """Options of the workers. Raises ConfigError for addresses of events that are wrong."""
+        events = dict(map(parse_event_endpoints, self.kv_events_endpoint))
+        return WorkerOptions(self.cluster_token, self.backend_api_key, self.tokenizer, events)
+
     def check(self) -> None:
         if not self.decode and self.grpc_port is None:
             raise ConfigError(
@@ -95,10 +135,12 @@ class ProxyConfig(ServerConfig, frozen=True, kw_only=True, forbid_unknown_fields
                 raise ConfigError(
                     f"--grpc-port: whoever registers gets prompts, and {why}: give --cluster-token"
                 )
-        urls = [parse_node_url(text).text for text in (*self.prefill, *self.decode)]
+        workers = [*self.workers[0], *self.workers[1]]
+        urls = [it.url.text for it in workers]
         for url in urls:
             if urls.count(url) > 1:
                 raise ConfigError(f"node {url} is named twice")
+        self._check_backends(workers)
         if self.routing_policy not in POLICIES:
             known = ", ".join(sorted(POLICIES))
             raise ConfigError(f"--routing-policy {self.routing_policy!r} is none of: {known}")
@@ -106,3 +148,21 @@ class ProxyConfig(ServerConfig, frozen=True, kw_only=True, forbid_unknown_fields
             raise ConfigError(
                 f"--disagg-threshold {self.disagg_threshold!r} is no number of tokens, nor auto"
             )
+
+    def _check_backends(self, workers: Sequence[WorkerUrl]) -> None:
+        backends = {it.backend: it for it in workers}
+        if len(backends) > 1:
+            named = " and ".join(f"{it.text} ({backend})" for backend, it in backends.items())
+            raise ConfigError(
+                f"nodes of one engine each: {named} cannot take each other's prefills"
+            )
+        if Backend.SGLANG in backends:
+            if not self.prefill and self.grpc_port is None:
+                raise ConfigError("SGLang's decode workers compute no prompts: give --prefill")
+            if str(self.disagg_threshold) != "0":
+                raise ConfigError(
+                    "--disagg-threshold: SGLang's decode workers compute no prompts; leave it out"
+                )
+        unknown = self.worker_options.events.keys() - {it.url.text for it in workers}
+        if unknown and self.grpc_port is None:
+            raise ConfigError(f"--kv-events-endpoint names {min(unknown)}, which is no worker")

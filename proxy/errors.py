@@ -15,6 +15,7 @@ from engine.errors import (
     UnavailableError,
     is_client_fault,
 )
+from proxy.backends.worker import PrefillFailedError
 
 
 class NoDecodeNodeError(UnavailableError):
@@ -22,6 +23,13 @@ class NoDecodeNodeError(UnavailableError):
 
     def __init__(self) -> None:
         super().__init__("no decode node is available: try again; the proxy's log says why")
+
+
+class NoPrefillNodeError(UnavailableError):
+    """As `NoDecodeNodeError`: some engines' decode workers compute no prompts."""
+
+    def __init__(self) -> None:
+        super().__init__("no prefill node is available: try again; the proxy's log says why")
 
 
 def is_engine_failure(error: TandemError) -> bool:
@@ -36,7 +44,7 @@ def is_final(error: TandemError) -> bool:
 
 def is_node_failure(error: TandemError) -> bool:
     """True where the node is the likely cause: not the request, nor its queue, nor another node."""
-    others = OverloadedError | KVLoadError | KVTransferParamsError
+    others = OverloadedError | KVLoadError | KVTransferParamsError | PrefillFailedError
     return not (is_client_fault(error) or is_engine_failure(error) or isinstance(error, others))
 
 
@@ -64,7 +72,7 @@ def as_client_sees_it(error: TandemError, num_tokens: int) -> TandemError:
             return EngineGenerateError(f"the engine failed at this request{after}")
         case _ if after:
             return UnavailableError(f"the answer broke off{after}")
-        case NoDecodeNodeError() | GrammarBusyError():
+        case NoDecodeNodeError() | NoPrefillNodeError() | GrammarBusyError():
             return error
         case OverloadedError(retry_after_s=seconds):
             return OverloadedError("the cluster is full: try again", retry_after_s=seconds)

@@ -1,4 +1,4 @@
-"""Nodes that register by themselves: their leases, and the canaries that let them serve.
+"""Nodes that register by themselves, and their leases.
 
     Join ─▶ away ─▶ warming ─▶ serving ─ Leave ─▶ leaving ─ no request left ─▶ forgotten
              └─ silent for a lease and not to be reached ──────────────────────────▲
@@ -19,14 +19,13 @@ from engine.errors import (
     ConfigError,
     InvalidRequestError,
     OverloadedError,
-    TandemError,
-    UnavailableError,
 )
 from engine.types import Label
-from proxy.canary import decode_alone, hand_over
+from proxy.backends.worker import Backend, WorkerUrl
 from proxy.cluster.node import NOT_YET, Node, NodeKind, Stage
 from proxy.cluster.node_pool import NodePool
-from serving.rpc.node_http import HTTP_SCHEMES, NodeUrl, parse_node_url
+from proxy.warming import Warming
+from serving.rpc.node_http import HTTP_SCHEMES
 from serving.rpc.pb import node_pb2 as pb
 from serving.rpc.pb.node_pb2_grpc import MembershipServicer, add_MembershipServicer_to_server
 from serving.tls import ClientTls, client_tls
@@ -37,9 +36,6 @@ LEASE_S: Final = 15.0
 """A member joins again after a third of it."""
 MAX_MEMBERS: Final = 1024
 SWEEP_S: Final = 0.5
-MIN_PAUSE_S, MAX_PAUSE_S = 0.5, 10.0
-MAX_PARTNERS: Final = 2
-"""Nodes that one canary tries before it waits."""
 
 
 class _Join(msgspec.Struct, frozen=True):
@@ -52,13 +48,11 @@ class _Join(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True, eq=False)
 class _Member:
-    """A registered node; `until` ends its lease, in event-loop time. `problem` of its canary."""
+    """A registered node; `until` ends its lease, in event-loop time."""
 
     node: Node
     engine_id: str
     until: float
-    problem: str = ""
-    warming: asyncio.Task[None] | None = None
 
 
 class Members(MembershipServicer):
@@ -67,8 +61,9 @@ class Members(MembershipServicer):
     `ca_certs`: authorities for nodes that speak TLS, None for the machine's.
     """
 
-    def __init__(self, pool: NodePool, *, ca_certs: str | None) -> None:
+    def __init__(self, pool: NodePool, warming: Warming, *, ca_certs: str | None) -> None:
         self._pool = pool
+        self._warming = warming
         self._ca_certs = ca_certs
         self._tls: ClientTls | None = None
         self._members: dict[str, _Member] = {}
@@ -81,21 +76,9 @@ class Members(MembershipServicer):
     def drain(self) -> None:
         """Calls are short: nothing has to end."""
 
-    async def close(self) -> None:
-        """Ends the canaries; the pool closes the nodes."""
-        tasks = [it.warming for it in self._members.values() if it.warming is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
     def stages(self) -> dict[str, str]:
         """By label the stage of every node, also of those that the proxy's options name."""
         return {node.label: node.stage for node in self._pool.nodes}
-
-    def problem_of(self, node: Node) -> str:
-        """Why a node that answers does not serve yet; empty if nothing is wrong."""
-        member = self._members.get(node.name)
-        return member.problem if member is not None and node.stage is Stage.WARMING else ""
 
     async def Join(
         self, request: pb.JoinRequest, context: aio.ServicerContext[Any, Any]
@@ -103,10 +86,10 @@ class Members(MembershipServicer):
         try:
             asked = {"engine_id": request.engine_id, "kind": request.kind, "url": request.url}
             join = msgspec.convert(asked, _Join)
-            url = parse_node_url(join.url)
+            url = WorkerUrl.parse(join.url)
         except (msgspec.ValidationError, ConfigError) as error:
             raise InvalidRequestError(f"a node cannot join so: {error}") from error
-        if url.scheme in HTTP_SCHEMES:
+        if url.backend is Backend.TANDEM and url.url.scheme in HTTP_SCHEMES:
             raise InvalidRequestError(f"a node joins with its gRPC port, not with {url.text}")
         async with self._changing:
             node, problem = await self._joined(join, url)
@@ -121,7 +104,7 @@ class Members(MembershipServicer):
         return pb.LeaveReply()
 
     async def watch(self) -> None:
-        """Forgets who is gone and warms who is new, as long as the proxy lives."""
+        """Forgets who is gone, as long as the proxy lives."""
         while True:
             await asyncio.sleep(SWEEP_S)
             async with self._changing:
@@ -131,10 +114,8 @@ class Members(MembershipServicer):
         for member in list(self._members.values()):
             if self._is_gone(member):
                 await self._forget(member)
-            elif member.node.stage is Stage.WARMING and member.warming is None:
-                member.warming = asyncio.create_task(self._warm(member))
 
-    async def _joined(self, join: _Join, url: NodeUrl) -> tuple[Node, str]:
+    async def _joined(self, join: _Join, url: WorkerUrl) -> tuple[Node, str]:
         """The node that joins, added if it is new, and why it does not serve yet."""
         until = asyncio.get_running_loop().time() + LEASE_S
         for node in self._pool.nodes:
@@ -158,13 +139,13 @@ class Members(MembershipServicer):
             member.node.leaves(False)
             member.node.set_problem(NOT_YET)
         member.until = until
-        return member.node, member.node.problem or member.problem
+        return member.node, member.node.problem or self._warming.problem_of(member.node)
 
-    async def _tls_for(self, url: NodeUrl) -> ClientTls | None:
-        if url.has_tls and self._tls is None:
+    async def _tls_for(self, url: WorkerUrl) -> ClientTls | None:
+        if url.url.has_tls and self._tls is None:
             # Reads the machine's authorities, which takes time.
             self._tls = await asyncio.to_thread(client_tls, self._ca_certs)
-        return self._tls if url.has_tls else None
+        return self._tls if url.url.has_tls else None
 
     def _is_gone(self, member: _Member) -> bool:
         node = member.node
@@ -174,62 +155,6 @@ class Members(MembershipServicer):
 
     async def _forget(self, member: _Member) -> None:
         log.info("node is forgotten", node=member.node.name, engine_id=member.engine_id)
-        if member.warming is not None:
-            member.warming.cancel()
-            await asyncio.gather(member.warming, return_exceptions=True)
+        await self._warming.forget(member.node)
         del self._members[member.node.name]
         await self._pool.remove(member.node)
-
-    async def _warm(self, member: _Member) -> None:
-        """Tries canaries until one works, in this life of the node."""
-        node, pause_s = member.node, MIN_PAUSE_S
-        try:
-            while node.stage is Stage.WARMING:
-                problem = await self._problem_of_canary(node)
-                if problem and problem != member.problem:
-                    log.warning("a canary failed", node=node.name, problem=problem)
-                member.problem = problem
-                await asyncio.sleep(pause_s if problem else 0.0)
-                pause_s = min(2 * pause_s, MAX_PAUSE_S)
-        finally:
-            member.warming = None
-
-    async def _problem_of_canary(self, node: Node) -> str:
-        """Sends one that warms the node, or why it did not; empty if it did."""
-        try:
-            await self._send_canary(node)
-        except TandemError as error:
-            return str(error) or type(error).__name__
-        return ""
-
-    async def _send_canary(self, node: Node) -> None:
-        """A P is of use only to a D that pulls from it. A D can compute prompts itself."""
-        engine_id = node.info.engine_id
-        problem: TandemError = UnavailableError("no decode node to hand over to")
-        for prefill, decode in self._pairs_with(node):
-            lives = prefill.info.engine_id, decode.info.engine_id
-            try:
-                await hand_over(prefill, decode)
-            except TandemError as error:
-                problem = error
-                continue
-            prefill.warmed(lives[0])
-            decode.warmed(lives[1])
-            return
-        match node.kind:
-            case NodeKind.PREFILL:
-                raise problem
-            case NodeKind.DECODE:
-                await decode_alone(node)
-                node.warmed(engine_id)
-
-    def _pairs_with(self, node: Node) -> list[tuple[Node, Node]]:
-        """Each (P, D) of the node and one of its partners, those first that serve already."""
-        others = [it for it in self._pool.nodes if it.answers and it.kind is not node.kind]
-        others.sort(key=lambda it: (not it.is_available, it.num_in_flight))
-        partners = others[:MAX_PARTNERS]
-        match node.kind:
-            case NodeKind.PREFILL:
-                return [(node, decode) for decode in partners]
-            case NodeKind.DECODE:
-                return [(prefill, node) for prefill in partners]

@@ -36,7 +36,7 @@ async def load_serving(
             if not node.is_available:
                 continue
             try:
-                files = await node.client.get_tokenizer(FETCH_TIMEOUT_S)
+                files = await node.worker.get_tokenizer(FETCH_TIMEOUT_S)
                 served = await asyncio.to_thread(
                     _build_serving, files, info, config, chat_template=chat_template
                 )

@@ -6,7 +6,7 @@ from engine.types import GenerateOutput, RoutingDetails
 from proxy.cluster.node import Node, NodeKind, NodeView
 from proxy.cluster.node_pool import NodePool
 from proxy.cluster.pairs import Pairs
-from proxy.errors import NoDecodeNodeError
+from proxy.errors import NoDecodeNodeError, NoPrefillNodeError
 from proxy.metrics import ProxyMetrics
 from proxy.request_state import RequestState
 from proxy.routing.policies import Route
@@ -25,7 +25,10 @@ class NodeChoice:
         self._metrics = metrics
 
     def choose(self, state: RequestState, *, use_prefill: bool) -> tuple[Node, Node | None]:
-        """D, and P unless D computes the prompt itself; raises `NoDecodeNodeError` without a D."""
+        """D, and P unless D computes the prompt itself.
+
+        Raises `NoDecodeNodeError` without a D, `NoPrefillNodeError` without a P that D needs.
+        """
         prefill = self.candidates(NodeKind.PREFILL, state) if use_prefill else ()
         decode = self.candidates(NodeKind.DECODE, state)
         if not decode:
@@ -39,6 +42,8 @@ class NodeChoice:
         self._metrics.routes.labels(self._router.policy_name, route.reason).inc()
         if route.prefill is not None:
             return self._pool.node(route.decode.name), self._pool.node(route.prefill.name)
+        if self._pool.node(route.decode.name).worker.needs_prefill:
+            raise NoPrefillNodeError
         if prefill:
             reason = route.reason if fitting else "hand_overs_fail"
         else:
@@ -74,7 +79,7 @@ class NodeChoice:
             for node in self._pool.available(kind)
             if node.info.engine_id not in state.failed
             and length <= node.info.max_model_len
-            and (not state.sent or node.info.model_identity == state.model_identity)
+            and (not state.sent or _may_continue(node, state))
         ]
         awake = [node for node in usable if not node.rests]
         chosen = awake or usable if kind is NodeKind.DECODE else awake
@@ -97,6 +102,12 @@ class NodeChoice:
         elif output.kv_transfer is not None and output.was_pulled:
             real = output.kv_transfer.decode_cached_tokens
             self._metrics.count_hit(NodeKind.DECODE, predicted.attention, real)
+
+
+def _may_continue(node: Node, state: RequestState) -> bool:
+    """True for the same model: same weights, same config; and an engine that can."""
+    is_same = node.info.model_identity == state.model_identity
+    return is_same and node.worker.can_continue(state.request.sampling)
 
 
 def routing_details(route: Route, num_lost_to_state: int) -> RoutingDetails:

@@ -22,13 +22,14 @@ from engine.errors import (
     is_client_fault,
 )
 from engine.types import FinishReason, GenerateOutput, GenerateRequest, RequestOrigin
+from proxy.backends.worker import Call, PrefillFailedError
 from proxy.cluster.node import Node, NodeKind
 from proxy.cluster.node_pool import NodePool
 from proxy.cluster.pairs import Pairs
 from proxy.errors import NoDecodeNodeError, as_client_sees_it, is_final, outcome_of
 from proxy.metrics import ProxyMetrics
 from proxy.node_choice import NodeChoice, routing_details
-from proxy.request_state import Prefilled, RequestState, prefill_request
+from proxy.request_state import Prefilled, RequestState
 from proxy.routing.router import Router
 from serving.rpc.client import StreamDeadlines
 from serving.telemetry.request_records import RequestRecords
@@ -105,10 +106,10 @@ class PdFlow:
                     decode = await self._prefill(state)
                     prefilled = state.prefilled
                     state.model_identity = decode.info.model_identity
-                    if prefilled is not None and prefilled.params is None:
+                    if prefilled is not None and prefilled.hand_over is None:
                         yield self._passed_on(prefilled.output, state)
                         return
-                    async with self._running(state.decode_request(), decode, state) as outputs:
+                    async with self._decoding(decode, state) as outputs:
                         output = _checked(await anext(outputs), decode)
                         state.prompt.drop_digests()
                         if prefilled is not None:
@@ -195,35 +196,41 @@ class PdFlow:
                 if is_final(error) or state.is_lost_too_often:
                     raise
         prefilled = state.prefilled
-        if prefilled is not None and prefilled.params is not None and not decode.is_available:
+        is_needed = prefilled is None or prefilled.hand_over is not None
+        if prefilled is not None and is_needed and not decode.is_available:
             # D has left while P computed: it would refuse, and P have computed in vain.
             return self._choice.choose_decode(state, prefilled.node)
         return decode
 
     async def _prefill_on(self, node: Node, state: RequestState) -> Prefilled:
-        request = prefill_request(state.request)
+        request = state.request
         try:
-            async with self._running(request, node, state) as outputs:
-                output = _checked(await anext(outputs), node)
-                # P ends by length after its one token; only a stop, or a client that wanted one
-                # token, makes that the whole answer.
-                is_all = request.sampling.max_tokens == state.request.sampling.max_tokens
-                whole = output.finish_reason is FinishReason.STOP or (
-                    output.finish_reason is not None and is_all
-                )
-                if output.kv_transfer_params is None and not whole:
-                    raise TandemError(f"node {node.name} prefilled without kv_transfer_params")
-                return Prefilled(node, output)
+            async with self._running(node, state) as (call, origin):
+                asked = structs.replace(request, origin=origin)
+                prefill = await node.worker.prefill(asked, call)
+                output = _checked(prefill.output, node)
+                return Prefilled(node, output, prefill.hand_over)
         except (asyncio.CancelledError, DeadlineExceededError):
             # P may finish the prefill, and nobody has heard P's id of it. P knows ours too.
             node.release(node.info.engine_id, request.request_id)
             raise
 
     @asynccontextmanager
-    async def _running(
-        self, request: GenerateRequest, node: Node, state: RequestState
+    async def _decoding(
+        self, node: Node, state: RequestState
     ) -> AsyncIterator[AsyncGenerator[GenerateOutput]]:
-        """`request` on `node` until the block ends, with the node's load, health and metric."""
+        """D's outputs of the request, until the block ends."""
+        held = None if state.prefilled is None else state.prefilled.hand_over
+        async with self._running(node, state) as (call, origin):
+            asked = structs.replace(state.decode_request(), origin=origin)
+            async with aclosing(node.worker.generate(asked, call, held)) as outputs:
+                yield outputs
+
+    @asynccontextmanager
+    async def _running(
+        self, node: Node, state: RequestState
+    ) -> AsyncIterator[tuple[Call, RequestOrigin]]:
+        """One call to `node` until the block ends, with the node's load, health and metric."""
         deadlines = replace(self._deadlines, total_s=state.remaining_s())
         outcome, engine_id = "cancelled", node.info.engine_id
         node.begin()
@@ -236,10 +243,7 @@ class PdFlow:
             with node.carrying(state.num_uncached(node)), expecting, visiting as visit:
                 # The node learns the span that its own belong to, and not who asks.
                 origin = RequestOrigin(traceparent=visit.traceparent)
-                asked = structs.replace(request, origin=origin)
-                prompt = state.prompt_on_wire()
-                async with aclosing(node.client.generate(asked, deadlines, prompt)) as outputs:
-                    yield outputs
+                yield Call(deadlines, state.prompt_on_wire(node.worker)), origin
             outcome = "ok"
             node.end(None)
         except (GeneratorExit, asyncio.CancelledError):
@@ -259,13 +263,21 @@ class PdFlow:
         self, node: Node, state: RequestState, error: TandemError, *, engine_id: str
     ) -> None:
         """Decides what `error` means for `node`, then `engine_id`, and for the next attempt."""
+        prefilled = state.prefilled
+        if prefilled is not None and isinstance(error, PrefillFailedError):
+            # D only waited for P, so the failure is P's, in its life that had the request.
+            node.end(error)
+            node, error = prefilled.node, error.cause
+            engine_id = prefilled.hand_over.engine_id if prefilled.hand_over else engine_id
+            state.num_attempts -= state.num_prefills_lost == 0
+            state.num_prefills_lost += 1
         if isinstance(error, UnavailableError):
             node.set_problem(str(error))
         if not state.is_late:
             node.end(error)
-        if state.prefilled is not None and isinstance(error, KVTransferParamsError):
+        if prefilled is not None and isinstance(error, KVTransferParamsError):
             # D refuses only what P computed, so D may get the request again, without a prefill.
-            self._pairs.refused(state.prefilled.node, node, error)
+            self._pairs.refused(prefilled.node, node, error)
             state.use_prefill = False
             state.num_attempts -= 1
         else:

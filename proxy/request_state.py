@@ -7,12 +7,12 @@ from typing import Final
 from msgspec import structs
 
 from engine.errors import DeadlineExceededError, NodeLostError, TandemError, is_client_fault
-from engine.types import GenerateOutput, GenerateRequest, KVTransferParams, TokenId
+from engine.types import GenerateOutput, GenerateRequest, TokenId
+from proxy.backends.worker import Backend, HandOver, Worker
 from proxy.cluster.node import Node
 from proxy.errors import is_engine_failure
 from proxy.routing.policies import Route
 from proxy.routing.prompt import RoutedPrompt
-from serving.rpc.convert import prompt_to_bytes
 from serving.telemetry.request_records import RequestRecord
 
 MAX_ATTEMPTS: Final = 2
@@ -25,14 +25,11 @@ INNOCENT_TOKENS: Final = 16
 
 @dataclass(slots=True, frozen=True)
 class Prefilled:
-    """P's one output. Without `params` it is the whole answer, and D has nothing to do."""
+    """P's one output, and what D takes over; without that the output is the whole answer."""
 
     node: Node
     output: GenerateOutput
-
-    @property
-    def params(self) -> KVTransferParams | None:
-        return self.output.kv_transfer_params
+    hand_over: HandOver | None
 
 
 @dataclass(slots=True)
@@ -48,7 +45,8 @@ class RequestState:
 
     `deadline` is in event-loop time. `failed` has the engine ids of nodes that must not get the
     request again, unless they restart; `num_lost` of them went away while they had it.
-    `model_identity`: that of the decode node of the last attempt.
+    `model_identity`: that of the decode node of the last attempt. `num_prefills_lost`: those
+    that failed while D waited for them; the first one costs no attempt.
     """
 
     request: GenerateRequest
@@ -60,6 +58,7 @@ class RequestState:
     num_attempts: int = 0
     num_continuations: int = 0
     num_lost: int = 0
+    num_prefills_lost: int = 0
     num_cached_tokens: int | None = None
     num_lost_to_state: int = 0
     use_prefill: bool = True
@@ -67,7 +66,7 @@ class RequestState:
     prefilled: Prefilled | None = None
     route: Route | None = None
     prompt: RoutedPrompt = field(init=False)
-    _on_wire: bytes | None = None
+    _on_wire: dict[Backend, bytes] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Makes the prompt for routing; its digests are computed when a policy asks for them."""
@@ -88,11 +87,11 @@ class RequestState:
         """True where the request took all its time, which is no node's fault."""
         return asyncio.get_running_loop().time() >= self.deadline
 
-    def prompt_on_wire(self) -> bytes:
-        """The prompt, encoded once for all nodes: no attempt changes it."""
-        if self._on_wire is None:
-            self._on_wire = prompt_to_bytes(self.request)
-        return self._on_wire
+    def prompt_on_wire(self, worker: Worker) -> bytes:
+        """The prompt, encoded once for all workers of a backend: no attempt changes it."""
+        if worker.backend not in self._on_wire:
+            self._on_wire[worker.backend] = worker.encode_prompt(self.request)
+        return self._on_wire[worker.backend]
 
     def remaining_s(self) -> float:
         """Raises `DeadlineExceededError` when nothing remains."""
@@ -120,10 +119,8 @@ class RequestState:
     def release_prefill(self) -> None:
         """Tells P in the background that nobody will pull what it has computed in this attempt."""
         prefilled, self.prefilled = self.prefilled, None
-        if prefilled is None or (params := prefilled.params) is None:
-            return
-        if params.remote_engine_id is not None and params.remote_request_id is not None:
-            prefilled.node.release(params.remote_engine_id, params.remote_request_id)
+        if prefilled is not None and (held := prefilled.hand_over) is not None:
+            prefilled.node.release(held.engine_id, held.request_id)
 
     def note_failure(self, engine_id: str, error: TandemError) -> None:
         """This life of a node failed the request."""
@@ -143,12 +140,11 @@ class RequestState:
         return self.num_attempts < MAX_ATTEMPTS
 
     def decode_request(self) -> GenerateRequest:
-        """The request for D: with P's `kv_transfer_params`, without what P has answered already."""
+        """The request for D, without what P has answered already."""
         if self.prefilled is None:
             return self.request
         sampling = structs.replace(self.request.sampling, prompt_logprobs=None)
-        params = self.prefilled.params
-        return structs.replace(self.request, sampling=sampling, kv_transfer_params=params)
+        return structs.replace(self.request, sampling=sampling)
 
     def num_uncached(self, node: Node) -> int:
         """Tokens that `node` is expected to compute; a D with a prefill computes none."""
@@ -157,12 +153,3 @@ class RequestState:
             return 0
         hit = route.decode_hit if route.prefill is None else route.prefill_hit
         return self.prompt.num_tokens - hit.resumable
-
-
-def prefill_request(request: GenerateRequest) -> GenerateRequest:
-    """The request for P: the same sampling, one more token, and P keeps what it computes."""
-    num_tokens = len(request.output_token_ids) + 1
-    min_tokens = min(request.sampling.min_tokens, num_tokens)
-    sampling = structs.replace(request.sampling, max_tokens=num_tokens, min_tokens=min_tokens)
-    params = KVTransferParams(do_remote_decode=True)
-    return structs.replace(request, sampling=sampling, kv_transfer_params=params)

@@ -31,6 +31,7 @@ from proxy.routing.event_sources import EventSources
 from proxy.routing.prefix_index import PrefixIndex
 from proxy.routing.router import Router
 from proxy.status import ClusterStatus
+from proxy.warming import Warming
 from serving.api.access import Access
 from serving.api.app import create_app, middleware_of
 from serving.api.chat_template import given_template
@@ -41,7 +42,6 @@ from serving.http.server import HttpServer
 from serving.process import wait_until
 from serving.rpc.address import join_host_port
 from serving.rpc.client import StreamDeadlines
-from serving.rpc.node_http import parse_node_url
 from serving.rpc.server import RpcServer, start_server
 from serving.telemetry.request_metrics import RequestMetrics
 from serving.telemetry.telemetry import Telemetry
@@ -75,7 +75,8 @@ class ProxyServer:
             self._metrics.resting_nodes.labels(kind).set_function(resting)
         self.instance = f"proxy-{secrets.token_hex(8)}"
         self._telemetry = Telemetry(config, role="proxy", instance=self.instance)
-        self._members = Members(self._pool, ca_certs=config.ssl_ca_certs)
+        self._warming = Warming(self._pool)
+        self._members = Members(self._pool, self._warming, ca_certs=config.ssl_ca_certs)
         self._rpc: RpcServer | None = None
         index = PrefixIndex()
         router = Router(config.routing_policy, index, disagg_threshold=config.threshold)
@@ -101,7 +102,7 @@ class ProxyServer:
         self._metrics.waiting_requests.set_function(lambda: queue.num_waiting)
         self._status = ClusterStatus(
             self._pool,
-            self._members,
+            self._warming,
             records=self._telemetry.records,
             metrics=self._metrics,
             event_stats=self._events.stats,
@@ -143,7 +144,7 @@ class ProxyServer:
     def nodes(self) -> tuple[tuple[Node, str], ...]:
         """Every node that it knows, and why it cannot be used; empty if nothing is wrong."""
         return tuple(
-            (node, node.problem or self._members.problem_of(node)) for node in self._pool.nodes
+            (node, node.problem or self._warming.problem_of(node)) for node in self._pool.nodes
         )
 
     @property
@@ -196,6 +197,7 @@ class ProxyServer:
             )
             self._run(self._members.watch())
             log.info("nodes may register", url=self.url, grpc_port=self._rpc.port)
+        self._run(self._warming.watch())
         self._run(self._open())
         self._telemetry.start(lambda: {"num_waiting": self.num_waiting})
 
@@ -218,7 +220,7 @@ class ProxyServer:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._rpc is not None:
             await self._rpc.close()
-        await self._members.close()
+        await self._warming.close()
         self._flow.end_open()
         await wait_until(lambda: not self._flow.num_open, END_OF_REQUESTS_S)
         if self._http is not None:
@@ -305,15 +307,14 @@ class ProxyServer:
 
 
 def _make_pool(config: ProxyConfig, poll_interval_s: float) -> NodePool:
-    prefill = [parse_node_url(text) for text in config.prefill]
-    decode = [parse_node_url(text) for text in config.decode]
+    prefill, decode = config.workers
     # Reading the machine's authorities takes time and may fail: only if a node has TLS.
-    is_needed = config.ssl_ca_certs is not None or any(url.has_tls for url in (*prefill, *decode))
+    has_tls = any(it.url.has_tls for it in (*prefill, *decode))
     return NodePool(
         prefill,
         decode,
-        token=config.cluster_token,
-        tls=client_tls(config.ssl_ca_certs) if is_needed else None,
+        options=config.worker_options,
+        tls=client_tls(config.ssl_ca_certs) if has_tls or config.ssl_ca_certs else None,
         is_open=config.grpc_port is not None,
         poll_interval_s=poll_interval_s,
     )

@@ -19,8 +19,8 @@ from starlette.routing import Route
 
 from proxy.cluster.node import Node, NodeKind
 from proxy.cluster.node_pool import NodePool
-from proxy.members import Members
 from proxy.metrics import ProxyMetrics
+from proxy.warming import Warming
 from serving.http.callers import require_operator
 from serving.kv_events.follower import SourceStats
 from serving.telemetry.request_records import RequestRecord, RequestRecords, Visit
@@ -37,7 +37,7 @@ class ClusterStatus:
     def __init__(
         self,
         pool: NodePool,
-        members: Members,
+        warming: Warming,
         *,
         records: RequestRecords,
         metrics: ProxyMetrics,
@@ -45,7 +45,7 @@ class ClusterStatus:
         num_waiting: Callable[[], int],
     ) -> None:
         self._pool = pool
-        self._members = members
+        self._warming = warming
         self._records = records
         self._metrics = metrics
         self._event_stats = event_stats
@@ -98,7 +98,7 @@ class ClusterStatus:
         away = [
             f"{it.kind} node {it.name}: {problem}"
             for it in self._pool.nodes
-            if (problem := it.problem or self._members.problem_of(it))
+            if (problem := it.problem or self._warming.problem_of(it))
         ]
         failing = [
             f"hand-overs from {problem.address or problem.engine_id} to {node.name} fail: "
@@ -130,7 +130,7 @@ class ClusterStatus:
             "label": node.label,
             "kind": node.kind,
             "stage": node.stage,
-            "problem": node.problem or self._members.problem_of(node) or None,
+            "problem": node.problem or self._warming.problem_of(node) or None,
             "rests": node.rests,
             "in_flight": node.view.num_in_flight,
             "tokens_in_flight": node.view.num_tokens_in_flight,

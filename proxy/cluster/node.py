@@ -1,4 +1,4 @@
-"""One node as the proxy sees it: its channel, description and load. Knows no other node."""
+"""One node as the proxy sees it: its worker, description and load. Knows no other node."""
 
 import asyncio
 from collections.abc import Iterator
@@ -9,15 +9,13 @@ from typing import Final
 
 import structlog
 
-from engine.errors import DeadlineExceededError, TandemError, UnavailableError
+from engine.errors import DeadlineExceededError, TandemError
+from proxy.backends.worker import Worker
 from proxy.cluster.prefill_queue import PrefillQueue
 from proxy.errors import is_node_failure
 from serving.breaker import Breaker
 from serving.hand_over_problems import HandOverProblems
-from serving.rpc.client import NodeClient
 from serving.rpc.messages import NodeInfo
-from serving.rpc.node_http import NodeUrl, resolve_grpc_address
-from serving.tls import ClientTls
 
 log = structlog.get_logger()
 
@@ -68,7 +66,7 @@ class NodeView:
 
 
 class Node:
-    """Owns the channel to one node. `info` is its last answer; `problem` says why it is unused.
+    """Owns the worker of one node. `info` is its last answer; `problem` says why it is unused.
 
     `name` is its URL, for operators. `label` names it where everybody may look, such as "d0".
     `needs_canary`: each of its lives serves only after `warmed`. `refusals`: the hand-overs that
@@ -76,24 +74,14 @@ class Node:
     """
 
     def __init__(
-        self,
-        url: NodeUrl,
-        kind: NodeKind,
-        *,
-        label: str,
-        token: str | None,
-        tls: ClientTls | None = None,
-        needs_canary: bool = False,
+        self, name: str, kind: NodeKind, worker: Worker, *, label: str, needs_canary: bool = False
     ) -> None:
-        self.name = url.text
+        self.name = name
         self.label = label
         self.kind = kind
+        self.worker = worker
         self.info = UNKNOWN
         self.problem: str | None = NOT_YET
-        self._url = url
-        self._token = token
-        self._tls = tls if url.has_tls else None
-        self._client: NodeClient | None = None
         self._num_in_flight = 0
         self._prompts = PrefillQueue()
         self._view: NodeView | None = None
@@ -132,13 +120,6 @@ class Node:
     def rests(self) -> bool:
         """True while its requests fail in a row, whatever it says of itself."""
         return self._breaker.rest_s > 0
-
-    @property
-    def client(self) -> NodeClient:
-        """Raises `UnavailableError` before the node was first reached."""
-        if self._client is None:
-            raise UnavailableError(f"node {self.name} has not been reached yet")
-        return self._client
 
     @property
     def view(self) -> NodeView:
@@ -192,14 +173,7 @@ class Node:
         """Asks the node what it is; None, with `problem` set, when it is away or not ready."""
         answered = self.answers
         try:
-            # A node with a problem may have restarted on another port: resolve its address again.
-            if self._client is None or self.problem is not None:
-                address = await resolve_grpc_address(self._url, timeout_s=timeout_s, tls=self._tls)
-                # The same address keeps its channel: streams may still run on it.
-                if self._client is None or self._client.address != address:
-                    await self._disconnect()
-                    self._client = NodeClient(address, token=self._token, tls=self._tls)
-            info = await self.client.describe(timeout_s)
+            info = await self.worker.describe(timeout_s, is_lost=not answered)
         except DeadlineExceededError as error:
             self._num_late += 1
             # One late answer is no absence, but a node that never answered was never there.
@@ -236,8 +210,7 @@ class Node:
 
     def cut_off(self) -> None:
         """Ends every request of this proxy on the node, which hangs or is out of time."""
-        if self._client is not None:
-            self._client.cut_off()
+        self.worker.cut_off()
 
     def release(self, engine_id: str, request_id: str) -> None:
         """Tells the node, in the background, that nobody will pull a prefill.
@@ -251,18 +224,11 @@ class Node:
 
     async def _release(self, engine_id: str, request_id: str) -> None:
         try:
-            await self.client.release(
-                engine_id, request_id, reason="abort", timeout_s=RELEASE_TIMEOUT_S
-            )
+            await self.worker.release(engine_id, request_id, RELEASE_TIMEOUT_S)
         except TandemError as error:
             log.info("prefill is left to its lease", node=self.name, problem=str(error))
 
     async def close(self) -> None:
         """Waits for releases, of which each has its own short deadline."""
         await asyncio.gather(*self._releases)
-        await self._disconnect()
-
-    async def _disconnect(self) -> None:
-        if self._client is not None:
-            await self._client.close()
-            self._client = None
+        await self.worker.close()

@@ -9,15 +9,17 @@ from typing import Final
 import structlog
 
 from engine.errors import TandemError, UnavailableError
+from proxy.backends.connect import WorkerOptions, connect
+from proxy.backends.worker import Backend, WorkerUrl
 from proxy.cluster.node import Node, NodeKind
 from serving.rpc.messages import NodeInfo
-from serving.rpc.node_http import NodeUrl
 from serving.tls import ClientTls
 
 log = structlog.get_logger()
 
 POLL_INTERVAL_S: Final = 1.0
 DESCRIBE_TIMEOUT_S: Final = 2.0
+NO_MIX: Final = "none takes what another engine hands over, so give each its own proxy"
 RESET_TIMEOUT_S: Final = 35.0
 """A little longer than a node waits for the end of its step."""
 
@@ -31,22 +33,23 @@ class NodePool:
 
     def __init__(
         self,
-        prefill: Sequence[NodeUrl],
-        decode: Sequence[NodeUrl],
+        prefill: Sequence[WorkerUrl],
+        decode: Sequence[WorkerUrl],
         *,
-        token: str | None,
+        options: WorkerOptions,
         tls: ClientTls | None = None,
         is_open: bool = False,
         poll_interval_s: float = POLL_INTERVAL_S,
     ) -> None:
         self._model = ""
-        self._token = token
+        self._backend: Backend | None = None
+        self._options = options
         self._is_open = is_open
         # Labels are the places among the options: the same after a restart of the proxy.
         urls = [(NodeKind.DECODE, url, f"d{place}") for place, url in enumerate(decode)]
         urls += [(NodeKind.PREFILL, url, f"p{place}") for place, url in enumerate(prefill)]
         self._by_name = {
-            url.text: Node(url, kind, label=label, token=token, tls=tls)
+            url.text: self._make(url, kind, tls, label=label, registers=False)
             for kind, url, label in urls
         }
         self._poll_interval_s = poll_interval_s
@@ -69,12 +72,12 @@ class NodePool:
         for node in self.nodes:
             self._start_watching(node)
 
-    def add(self, url: NodeUrl, kind: NodeKind, tls: ClientTls | None) -> Node:
+    def add(self, url: WorkerUrl, kind: NodeKind, tls: ClientTls | None) -> Node:
         """A node that has registered; it needs a canary. Watched from now on."""
         letter, taken = kind[0], {node.label for node in self.nodes}
         # Labels are used again: metrics keep a row for each that there ever was.
         label = next(name for place in count() if (name := f"{letter}{place}") not in taken)
-        node = Node(url, kind, label=label, token=self._token, tls=tls, needs_canary=True)
+        node = self._make(url, kind, tls, label=label, registers=True)
         self._by_name[node.name] = node
         self._start_watching(node)
         return node
@@ -156,6 +159,14 @@ class NodePool:
     def num_resting(self, kind: NodeKind) -> int:
         return sum(node.rests for node in self.available(kind))
 
+    def _make(
+        self, url: WorkerUrl, kind: NodeKind, tls: ClientTls | None, *, label: str, registers: bool
+    ) -> Node:
+        worker = connect(url, self._options, tls)
+        # Whoever is written into the options of this project's own is trusted to work.
+        needs_canary = registers or url.backend is not Backend.TANDEM
+        return Node(url.text, kind, worker, label=label, needs_canary=needs_canary)
+
     def _start_watching(self, node: Node) -> None:
         watcher = asyncio.create_task(self._watch(node))
         watcher.add_done_callback(self._on_end)
@@ -177,6 +188,11 @@ class NodePool:
     def _objection(self, node: Node, info: NodeInfo) -> str | None:
         if not info.model_names or info.vocab_size < 1:
             return "names no model"
+        # The first backend wins, as the first model does: no engine reads another's hand-over.
+        backend = node.worker.backend
+        self._backend = self._backend or backend
+        if backend is not self._backend:
+            return f"is a {backend} worker where this cluster's are {self._backend}: {NO_MIX}"
         model = f"model {info.model_names[0]!r} with {info.vocab_size} tokens"
         # The first answer wins for the life of the proxy, also over nodes that are lost since.
         self._model = self._model or model
@@ -191,7 +207,7 @@ class NodePool:
 async def _reset(node: Node) -> str:
     """Why a node's prefix cache was not reset; empty if it was."""
     try:
-        await node.client.reset_prefix_cache(RESET_TIMEOUT_S)
+        await node.worker.reset_prefix_cache(RESET_TIMEOUT_S)
     except TandemError as error:
         return f"{node.name}: {error}"
     return ""

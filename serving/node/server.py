@@ -64,13 +64,13 @@ from serving.node.limits import (
     scheduler_config,
 )
 from serving.node.registration import Introduction, Registration
-from serving.node.tokenizer_files import tokenizer_files
 from serving.process import wait_until
 from serving.rpc.address import join_host_port
 from serving.rpc.messages import ArenaUse, NodeInfo
 from serving.rpc.node_http import parse_node_url
 from serving.rpc.node_service import NodeService
 from serving.rpc.server import RpcServer, start_server
+from serving.rpc.tokenizer_files import tokenizer_files
 from serving.telemetry.request_metrics import EngineRequestMetrics
 from serving.telemetry.telemetry import Telemetry
 from serving.tls import client_tls, server_tls

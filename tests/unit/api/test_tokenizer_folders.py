@@ -14,7 +14,7 @@ from engine.errors import CheckpointError, ConfigError
 from engine.model_configs.generation import read_eos_token_ids
 from serving.api.chat_template import given_template
 from serving.api.tokenizer import Tokenizer, load_tokenizer
-from serving.node.tokenizer_files import tokenizer_files
+from serving.rpc.tokenizer_files import tokenizer_files
 from tests.support.api.api_double import (
     CHATML,
     ScriptedGenerator,

@@ -12,6 +12,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from engine.errors import UnavailableError
+from proxy.backends.tandem import TandemNode
 from proxy.cluster.node import Node, NodeKind
 from proxy.config import ProxyConfig
 from proxy.server import ProxyServer
@@ -168,7 +169,8 @@ async def test_an_answer_from_before_a_node_was_lost_does_not_bring_it_back() ->
 
     dying = Dying("d")
     async with running_nodes(dying):
-        node = Node(parse_node_url(dying.url), NodeKind.DECODE, label="d0", token=None)
+        worker = TandemNode(parse_node_url(dying.url), token=None, tls=None)
+        node = Node(dying.url, NodeKind.DECODE, worker, label="d0")
         for is_lost in (False, True, False):
             assert (await node.refresh(WAIT_S) is None) == is_lost
             assert (node.problem == "a request has lost it") == is_lost

@@ -1,0 +1,139 @@
+"""The facts that a worker of another engine tells of itself: model, load, geometry, KV events.
+
+Read from /v1/models, from Prometheus text and from the addresses of ZeroMQ. Pure.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any, Final
+
+import msgspec
+from msgspec import Meta
+
+from engine.errors import ConfigError, UnavailableError
+from serving.rpc.address import join_host_port
+from serving.rpc.node_http import NodeUrl, parse_node_url
+
+ANY_HOST: Final = ("*", "0.0.0.0", "[::]", "::")
+_LINE: Final = re.compile(rb"^([a-zA-Z_:][\w:]*)(\{.*\})? (\S+)", re.M)
+_LABEL: Final = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+_ENDPOINT: Final = re.compile(r"tcp://(\*|[\w.-]+|\[[\w.:%]*\]):(\d{1,5})|ipc://.+")
+
+
+@dataclass(slots=True, frozen=True)
+class EventEndpoints:
+    """ZeroMQ addresses of a worker's KV events, as others reach them."""
+
+    endpoint: str
+    replay_endpoint: str | None = None
+    topic: str = ""
+
+
+class ModelCard(msgspec.Struct, frozen=True):
+    """One entry of /v1/models. Adapters have a `parent`."""
+
+    id: Annotated[str, Meta(min_length=1, max_length=1024)]
+    max_model_len: Annotated[int, Meta(ge=1)]
+    root: str | None = None
+    parent: str | None = None
+
+
+class _ModelList(msgspec.Struct):
+    data: Annotated[tuple[ModelCard, ...], Meta(max_length=4096)]
+
+
+_MODELS: Final = msgspec.json.Decoder(_ModelList)
+
+
+def model_cards(body: bytes) -> tuple[ModelCard, ...]:
+    """The served names of /v1/models, without adapters. Raises UnavailableError for none."""
+    try:
+        cards = _MODELS.decode(body).data
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise UnavailableError(f"/v1/models is no list of models: {error}") from error
+    if not (own := tuple(card for card in cards if card.parent is None)):
+        raise UnavailableError("/v1/models names no model")
+    return own
+
+
+class Metrics:
+    """Samples of a /metrics page whose names are asked for; others cost one look each."""
+
+    def __init__(self, page: bytes, names: frozenset[str]) -> None:
+        self._samples: dict[str, list[tuple[str, float]]] = {}
+        for name, labels, value in _samples(page, frozenset(it.encode() for it in names)):
+            self._samples.setdefault(name, []).append((labels, value))
+
+    def total(self, name: str, label: str = "") -> float:
+        """The sum over all samples that have a label, as `name="value"`; 0 where there is none."""
+        return sum(value for labels, value in self._samples.get(name, ()) if label in labels)
+
+    def largest(self, name: str) -> float:
+        """The largest over all labels; 0 where there is none."""
+        return max((value for _, value in self._samples.get(name, ())), default=0.0)
+
+    def labels(self, name: str) -> dict[str, str]:
+        """The labels of the first sample, such as of an info metric."""
+        for labels, _ in self._samples.get(name, ()):
+            return dict(_LABEL.findall(labels))
+        return {}
+
+
+def _samples(page: bytes, names: frozenset[bytes]) -> Iterator[tuple[str, str, float]]:
+    for found in _LINE.finditer(page):
+        if found[1] not in names:
+            continue
+        try:
+            value = float(found[3])
+        except ValueError:
+            continue
+        if value == value:  # NaN counts as nothing
+            yield found[1].decode(), (found[2] or b"").decode(errors="replace"), value
+
+
+def parse_event_endpoints(text: str) -> tuple[str, EventEndpoints]:
+    """`http://host:port=tcp://host:port[,tcp://host:port]`: a worker's URL and its endpoints."""
+    url, equals, endpoints = text.partition("=")
+    endpoint, _, replay = endpoints.partition(",")
+    given = [endpoint, *([replay] if replay else [])]
+    if not equals or not all(_ENDPOINT.fullmatch(each) for each in given):
+        raise ConfigError(
+            f"--kv-events-endpoint {text!r} must be http://host:port=tcp://host:port, perhaps with "
+            "a comma and the replay endpoint"
+        )
+    worker = parse_node_url(url.rpartition("+")[2])
+    return worker.text, told_endpoints(worker, endpoint, replay or None)
+
+
+def told_endpoints(
+    url: NodeUrl, endpoint: str, replay: str | None, topic: str = ""
+) -> EventEndpoints:
+    """Endpoints as the worker at `url` writes them: where it binds any host, ours is its own."""
+    reachable = _reachable(url, endpoint)
+    return EventEndpoints(reachable, None if replay is None else _reachable(url, replay), topic)
+
+
+def _reachable(url: NodeUrl, endpoint: str) -> str:
+    scheme, _, rest = endpoint.partition("://")
+    host, _, port = rest.rpartition(":")
+    if scheme != "tcp" or host not in ANY_HOST:
+        return endpoint
+    return f"tcp://{join_host_port(url.host, int(port))}"
+
+
+def sources_of(url: NodeUrl, body: bytes) -> list[EventEndpoints]:
+    """vLLM's /kv_event_sources: by data-parallel rank where KV events are published."""
+    try:
+        told = msgspec.json.decode(body, type=dict[str, dict[str, Any]])
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return []
+    return [
+        told_endpoints(
+            url, source["endpoint"], source.get("replay_endpoint"), source.get("topic", "")
+        )
+        for source in told.values()
+        if source.get("enable_kv_cache_events")
+        and source.get("publisher") == "zmq"
+        and _ENDPOINT.fullmatch(str(source.get("endpoint")))
+    ]
