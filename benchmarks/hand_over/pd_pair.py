@@ -16,7 +16,7 @@ import msgspec
 from benchmarks.hand_over.stamped_node import NodeProcess, node_process
 from benchmarks.support.tandem_engine import request_of
 from engine.types import GenerateOutput, GenerateRequest, KVTransferParams, TokenId
-from proxy.request_state import prefill_request
+from proxy.backends.tandem import prefill_request
 from serving.config import KVTransferConfig, NodeConfig
 from serving.rpc.client import NodeClient, StreamDeadlines
 

@@ -196,14 +196,16 @@ def _sampling(sampling: SamplingParams, num_output: int) -> dict[str, object]:
 
 
 def structured_outputs(grammar: str) -> dict[str, object]:
-    """vLLM's words for a grammar in llguidance's form: one JSON schema, or one Lark grammar."""
-    given = json.loads(grammar).get("grammars", [])
-    if len(given) == 1 and "json_schema" in given[0]:
-        schema = {key: it for key, it in given[0]["json_schema"].items() if key != "x-guidance"}
-        return {"json": schema}
-    if len(given) == 1 and "lark_grammar" in given[0]:
-        return {"grammar": given[0]["lark_grammar"]}
-    raise InvalidRequestError("this grammar cannot be passed on to this engine")
+    """vLLM's words for a grammar of llguidance's: Lark as it is, or one grammar in its JSON."""
+    if not grammar.startswith("{"):
+        return {"grammar": grammar}
+    given = json.loads(grammar)["grammars"]
+    if len(given) == 1 and (schema := given[0].get("json_schema")):
+        # Options of one library that another need not know.
+        return {"json": {key: it for key, it in schema.items() if key != "x-guidance"}}
+    if len(given) == 1 and (lark := given[0].get("lark_grammar")):
+        return {"grammar": lark}
+    raise InvalidRequestError("a grammar of several parts cannot be passed on to this engine")
 
 
 def _logprobs(told: _Logprobs, num_top: int) -> tuple[TokenLogprob, ...]:
