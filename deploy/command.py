@@ -39,6 +39,7 @@ PROGRAMS: Mapping[str, Program] = MappingProxyType(
         "prefill": Program("prefill_node", "Run a prefill node."),
         "decode": Program("decode_node", "Run a decode node."),
         "proxy": Program("proxy", "Run the proxy in front of nodes."),
+        "register": Program("proxy.register", "Make a worker of vLLM or SGLang known to proxies."),
         "up": _of_ray("up", "Start a Ray on this machine with the cluster of a YAML file."),
         "apply": _of_ray("apply", "Bring a cluster on a running Ray to what its file says."),
         "plan": _of_ray("plan", "Show where its members would be, and what their arenas hold."),

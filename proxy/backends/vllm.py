@@ -20,6 +20,7 @@ import structlog
 
 from engine.errors import (
     InvalidRequestError,
+    KVTransferParamsError,
     NodeLostError,
     RequestAbortedError,
     TandemError,
@@ -30,6 +31,8 @@ from engine.types import (
     GenerateOutput,
     GenerateRequest,
     SamplingParams,
+    TokenId,
+    TokenLogprob,
 )
 from proxy.backends.http_worker import HttpWorker, error_of
 from proxy.backends.openai_completions import (
@@ -132,30 +135,17 @@ class VllmWorker:
             yield msgspec.structs.replace(output, prompt_logprobs=rows)
             return
         body = body_for(request, self._model, prompt=call.prompt, stream=True, **params)
-        last: GenerateOutput | None = None
-        num_cached = 0
+        stream = _Stream(request.sampling, was_handed_over=hand_over is not None)
         events = self._http.stream(
             PATH, body, request_id=request.request_id, deadlines=call.deadlines
         )
         async with aclosing(events):
             async for data in events:
-                for event in data:
-                    if event == DONE:
-                        continue
-                    chunk = completion_of(event)
-                    if chunk.error is not None:
-                        raise error_of(chunk.error_status, event)
-                    num_cached = chunk.num_cached or num_cached
-                    if chunk.choices and last is None:
-                        output = output_of(chunk.choice, request.sampling, num_cached=0)
-                        # The last one waits for the usage that comes after it.
-                        last = output if output.finish_reason is not None else None
-                        if last is None and output.token_ids:
-                            yield output
-        if last is None:
+                if (output := stream.after(data)) is not None:
+                    yield output
+        if stream.last is None:
             raise NodeLostError(f"worker {self._http.url.text} broke its answer off")
-        # D's hits are not known before its end, but clients are told P's, which were.
-        yield msgspec.structs.replace(last, num_cached_tokens=num_cached)
+        yield stream.last
 
     async def describe(self, timeout_s: float, *, is_lost: bool) -> NodeInfo:
         ask = partial(self._http.get, timeout_s=timeout_s)
@@ -268,6 +258,48 @@ class VllmWorker:
     def _away(self, engine_id: str, reason: str) -> NodeInfo:
         known = UNKNOWN if self._info is None else self._info
         return msgspec.structs.replace(known, engine_id=engine_id, ready=False, reason=reason)
+
+
+class _Stream:
+    """A stream's events to outputs. `last` waits for the usage that follows it, and tells it."""
+
+    def __init__(self, sampling: SamplingParams, *, was_handed_over: bool) -> None:
+        self.last: GenerateOutput | None = None
+        self._sampling = sampling
+        self._waits_for_pull = was_handed_over
+
+    def after(self, data: list[bytes]) -> GenerateOutput | None:
+        """All tokens of the events that came together, unless they are the last ones."""
+        tokens: list[TokenId] = []
+        logprobs: list[TokenLogprob] = []
+        for event in data:
+            if event == DONE:
+                continue
+            chunk = completion_of(event)
+            if chunk.error is not None:
+                raise self._error_of(chunk, event)
+            if self.last is not None:
+                cached = chunk.num_cached or self.last.num_cached_tokens
+                self.last = msgspec.structs.replace(self.last, num_cached_tokens=cached)
+            elif chunk.choices:
+                output = output_of(chunk.choice, self._sampling, num_cached=0)
+                self._waits_for_pull = False
+                tokens += output.token_ids
+                logprobs += output.logprobs or ()
+                self.last = output if output.finish_reason is not None else None
+        found = tuple(logprobs) if self._sampling.logprobs is not None else None
+        if self.last is None:
+            return GenerateOutput(token_ids=tuple(tokens), logprobs=found) if tokens else None
+        if tokens:
+            self.last = msgspec.structs.replace(self.last, token_ids=tuple(tokens), logprobs=found)
+        return None
+
+    def _error_of(self, chunk: Completion, event: bytes) -> TandemError:
+        error = error_of(chunk.error_status, event)
+        if self._waits_for_pull and isinstance(error, RequestAbortedError):
+            # Of a pull that failed D says no more than this: P may be gone, and D is well.
+            return KVTransferParamsError(f"nothing came of the prefill: {error}")
+        return error
 
 
 class _Rate:

@@ -63,7 +63,7 @@ from serving.node.limits import (
     context_length,
     scheduler_config,
 )
-from serving.node.registration import Introduction, Registration
+from serving.rpc.registration import Introduction, Registration
 from serving.process import wait_until
 from serving.rpc.address import join_host_port
 from serving.rpc.messages import ArenaUse, NodeInfo

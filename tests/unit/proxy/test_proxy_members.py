@@ -18,11 +18,11 @@ from engine.errors import (
 from proxy import members
 from proxy.config import ProxyConfig
 from serving.config import load_config
-from serving.node.registration import Introduction, Registration
 from serving.rpc.channel import ProvingChannel
 from serving.rpc.node_http import parse_node_url, resolve_grpc_address
 from serving.rpc.pb import node_pb2 as pb
 from serving.rpc.pb.node_pb2_grpc import MembershipStub
+from serving.rpc.registration import Introduction, Registration
 from tests.support.api.node_double import (
     ASK,
     IDS,
