@@ -241,6 +241,9 @@ class ClusterConfig(Config, frozen=True, kw_only=True):
         given = {"cluster_token": self.cluster_token or "-", "grpc_port": 0}
         config = decode_config({**given, **self.proxy.config}, ProxyConfig, "proxy.config")
         _check(config, "proxy.config")
+        prefill, decode = config.workers
+        if config.tokenizer is None and any(it.is_foreign for it in (*prefill, *decode)):
+            return msgspec.structs.replace(config, tokenizer=self.model)
         return config
 
     def check(self) -> None:
@@ -250,10 +253,17 @@ class ClusterConfig(Config, frozen=True, kw_only=True):
             raise ConfigError(
                 "decode.config.prefix_hash_seed: differs between nodes; give it once, in config"
             )
-        self.proxy_config()
+        prefill, decode = self.proxy_config().workers
+        foreign = [it for it in (*prefill, *decode) if it.is_foreign]
+        num_own = self.prefill.replicas + self.decode.replicas
+        if foreign and num_own:
+            raise ConfigError(
+                f"proxy.config: {foreign[0].text} is a worker of {foreign[0].backend}, and no node "
+                "of this cluster takes its prefills: set prefill.replicas and decode.replicas to 0"
+            )
         for name, group, least in (
             ("prefill", self.prefill, 0),
-            ("decode", self.decode, 1),
+            ("decode", self.decode, 0 if foreign else 1),
             ("proxy", self.proxy, 1),
         ):
             if group.replicas < least:

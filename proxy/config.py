@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Sequence
-from typing import Annotated, Final
+from typing import Annotated, Final, Literal
 
 from msgspec import Meta
 
@@ -27,9 +27,9 @@ class ProxyConfig(ServerConfig, frozen=True, kw_only=True, forbid_unknown_fields
     prefill: Annotated[tuple[str, ...], Meta(description=f"A prefill node: {NODE_URL}")] = ()
     decode: Annotated[tuple[str, ...], Meta(description=f"A decode node: {NODE_URL}")] = ()
     backend: Annotated[
-        Backend,
+        Literal["tandem", "vllm", "sglang"],
         Meta(description="Engine of the nodes whose URL names none: tandem, vllm or sglang."),
-    ] = Backend.TANDEM
+    ] = "tandem"
     backend_api_key: Annotated[
         str | None, Meta(description="Key that workers of other engines ask for.")
     ] = None
@@ -111,7 +111,7 @@ class ProxyConfig(ServerConfig, frozen=True, kw_only=True, forbid_unknown_fields
     def workers(self) -> tuple[list[WorkerUrl], list[WorkerUrl]]:
         """The URLs of `prefill` and `decode`. Raises ConfigError for one that is wrong."""
         urls = [
-            [WorkerUrl.parse(it, self.backend) for it in kind]
+            [WorkerUrl.parse(it, Backend(self.backend)) for it in kind]
             for kind in (self.prefill, self.decode)
         ]
         return urls[0], urls[1]

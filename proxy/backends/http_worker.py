@@ -153,6 +153,7 @@ class HttpWorker:
                 *lines, rest = (rest + chunk).split(b"\n")
                 if len(rest) > MAX_EVENT_BYTES:
                     raise RequestAbortedError(f"worker {self.url.text} sent an endless event")
+                # Other lines are comments, names of events and the empty line after each.
                 if not (data := [it[5:].strip() for it in lines if it.startswith(b"data:")]):
                     continue
                 if isinstance(patience, nullcontext):

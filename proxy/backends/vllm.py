@@ -130,9 +130,9 @@ class VllmWorker:
         params = {} if hand_over is None else {"kv_transfer_params": hand_over.params}
         if request.sampling.prompt_logprobs is not None:
             answer = await self._answer(request, call, params)
-            output = output_of(answer.choice, request.sampling, num_cached=answer.num_cached)
+            whole = output_of(answer.choice, request.sampling, num_cached=answer.num_cached)
             rows = answer.prompt_logprobs(request)
-            yield msgspec.structs.replace(output, prompt_logprobs=rows)
+            yield msgspec.structs.replace(whole, prompt_logprobs=rows)
             return
         body = body_for(request, self._model, prompt=call.prompt, stream=True, **params)
         stream = _Stream(request.sampling, was_handed_over=hand_over is not None)

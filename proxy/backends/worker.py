@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 from msgspec import structs
 
@@ -30,9 +30,6 @@ class Backend(StrEnum):
     SGLANG = "sglang"
 
 
-FOREIGN: Final = tuple(it for it in Backend if it is not Backend.TANDEM)
-
-
 @dataclass(slots=True, frozen=True)
 class WorkerUrl:
     """A worker's address as it was given, such as vllm+http://10.0.0.7:8100, and its parts."""
@@ -40,6 +37,11 @@ class WorkerUrl:
     text: str
     backend: Backend
     url: NodeUrl
+
+    @property
+    def is_foreign(self) -> bool:
+        """True for a worker of another engine."""
+        return self.backend is not Backend.TANDEM
 
     @classmethod
     def parse(cls, text: str, default: Backend = Backend.TANDEM) -> "WorkerUrl":
@@ -97,13 +99,12 @@ class Call:
     prompt: bytes
 
 
-class Worker(Protocol):
-    """One worker, reached or not. Every call has a deadline, and raises leaves of the error tree.
+class WorkerRequests(Protocol):
+    """The requests of one worker. Every call raises leaves of the error tree.
 
-    `backend`: its engine. `needs_prefill`: as D it computes no prompt.
+    `needs_prefill`: as D it computes no prompt.
     """
 
-    backend: Backend
     needs_prefill: bool
 
     def encode_prompt(self, request: GenerateRequest) -> bytes:
@@ -130,6 +131,18 @@ class Worker(Protocol):
         """
         ...
 
+    async def release(self, engine_id: str, request_id: str, timeout_s: float) -> None:
+        """Gives up what this life of P computes, or holds, under an id that P knows."""
+        ...
+
+    def cut_off(self) -> None:
+        """Ends every request of this proxy here; readers get `NodeLostError`."""
+        ...
+
+
+class WorkerFacts(Protocol):
+    """A worker's words on itself, and what is done to it as a whole."""
+
     async def describe(self, timeout_s: float, *, is_lost: bool) -> NodeInfo:
         """The worker's words on itself. `is_lost`: it may have come back at another place."""
         ...
@@ -146,17 +159,15 @@ class Worker(Protocol):
         """Empties its cache. Raises UnavailableError where it cannot now."""
         ...
 
-    async def release(self, engine_id: str, request_id: str, timeout_s: float) -> None:
-        """Gives up what this life of P computes, or holds, under an id that P knows."""
-        ...
-
-    def cut_off(self) -> None:
-        """Ends every request of this proxy here; readers get `NodeLostError`."""
-        ...
-
     async def close(self) -> None:
-        """As `cut_off`, and nothing of it is left."""
+        """Ends all that is under way, and leaves nothing open."""
         ...
+
+
+class Worker(WorkerRequests, WorkerFacts, Protocol):
+    """One worker, reached or not; `backend` is its engine."""
+
+    backend: Backend
 
 
 def prefill_sampling(request: GenerateRequest) -> SamplingParams:

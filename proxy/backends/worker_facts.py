@@ -103,11 +103,11 @@ def parse_event_endpoints(text: str) -> tuple[str, EventEndpoints]:
             "a comma and the replay endpoint"
         )
     worker = parse_node_url(url.rpartition("+")[2])
-    return worker.text, told_endpoints(worker, endpoint, replay or None)
+    return worker.text, told_endpoints(worker, endpoint, replay=replay or None)
 
 
 def told_endpoints(
-    url: NodeUrl, endpoint: str, replay: str | None, topic: str = ""
+    url: NodeUrl, endpoint: str, *, replay: str | None, topic: str = ""
 ) -> EventEndpoints:
     """Endpoints as the worker at `url` writes them: where it binds any host, ours is its own."""
     reachable = _reachable(url, endpoint)
@@ -130,7 +130,10 @@ def sources_of(url: NodeUrl, body: bytes) -> list[EventEndpoints]:
         return []
     return [
         told_endpoints(
-            url, source["endpoint"], source.get("replay_endpoint"), source.get("topic", "")
+            url,
+            source["endpoint"],
+            replay=source.get("replay_endpoint"),
+            topic=source.get("topic", ""),
         )
         for source in told.values()
         if source.get("enable_kv_cache_events")

@@ -164,7 +164,7 @@ class NodePool:
     ) -> Node:
         worker = connect(url, self._options, tls)
         # Whoever is written into the options of this project's own is trusted to work.
-        needs_canary = registers or url.backend is not Backend.TANDEM
+        needs_canary = registers or url.is_foreign
         return Node(url.text, kind, worker, label=label, needs_canary=needs_canary)
 
     def _start_watching(self, node: Node) -> None:
