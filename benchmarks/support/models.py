@@ -57,10 +57,18 @@ def _peer() -> Any:
     )
 
 
+def _peer_attention() -> Any:
+    """Qwen3 for the same servers, with attention in all of its layers."""
+    sizes = {**SHARED, "vocab_size": 832, "tie_word_embeddings": False}
+    return transformers.Qwen3Config(num_hidden_layers=6, **sizes)
+
+
 # Two kinds of state: a delta rule's, and Mamba2's.
 MODELS = ("gdn", "mamba2")
-WIDE, PEER = "wide", "peer"
-CONFIGS: Mapping[str, Make] = MappingProxyType({**FAMILIES, **LARGE, WIDE: _wide, PEER: _peer})
+WIDE, PEER, PEER_ATTENTION = "wide", "peer", "peer_attention"
+CONFIGS: Mapping[str, Make] = MappingProxyType(
+    {**FAMILIES, **LARGE, WIDE: _wide, PEER: _peer, PEER_ATTENTION: _peer_attention}
+)
 
 
 def save_random(name: str, folder: Path) -> Path:

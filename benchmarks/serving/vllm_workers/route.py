@@ -1,0 +1,123 @@
+"""How many of the ideal's hits do prefill workers have under each way of routing?
+
+Conversations of groups, each group with a prompt of its own before all of its conversations; each
+turn has the one before and some new tokens. The ideal is one cache without an end that all prefill
+workers share, in whole blocks.
+"""
+
+import asyncio
+import random
+import time
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from benchmarks.load.reply import Reply
+from benchmarks.load.request import Request
+from benchmarks.serving.vllm_workers.asking import Ids, answers, request_of, some_ids
+from benchmarks.serving.vllm_workers.fronts import Front
+from benchmarks.support.vllm_peer import BLOCK, Workers
+
+HEADERS = ("through", "requests", "hits, tokens", "ideal", "of the ideal", "by worker", "failed")
+HITS = "vllm:prefix_cache_hits_total"
+OUTPUT = 4
+AT_ONCE = 4
+# Until events of the groups' prompts have come.
+SETTLE_S = 2.0
+
+
+class Shape(msgspec.Struct, frozen=True):
+    """Groups of conversations; lengths in tokens."""
+
+    groups: int = 4
+    conversations: int = 4
+    turns: int = 4
+    shared: int = 512
+    turn: int = 160
+
+
+class Row(msgspec.Struct, frozen=True):
+    """One way of routing; tokens, as vLLM's prefill workers count them."""
+
+    through: str
+    requests: int
+    hits: tuple[int, ...]
+    ideal: int
+    failed: int
+    seconds: float
+
+    @property
+    def share(self) -> float:
+        """Of the ideal's hits."""
+        return sum(self.hits) / self.ideal
+
+
+async def measure(
+    front: Front, up: Workers, shape: Shape, *, tell: Callable[[str], None], seed: int
+) -> Row:
+    """Prompts of `seed` are in no cache yet; groups' prompts come first, one by one."""
+    first, rest = load(shape, seed)
+    before = _hits(up)
+    tell(front.name)
+    began = time.perf_counter()
+    replies = await answers(front.url, first, at_once=1)
+    await asyncio.sleep(SETTLE_S)
+    replies += await answers(front.url, rest, at_once=AT_ONCE)
+    seconds = time.perf_counter() - began
+    hits = tuple(after - early for early, after in zip(before, _hits(up), strict=True))
+    return Row(
+        through=front.name,
+        requests=len(replies),
+        hits=hits,
+        ideal=ideal_hits(first) + ideal_hits(rest, first),
+        failed=_failed(replies),
+        seconds=seconds,
+    )
+
+
+def load(shape: Shape, seed: int) -> tuple[list[Request], list[Request]]:
+    """The groups' own prompts, and all turns; turns of one conversation follow each other."""
+    draw = random.Random(seed)
+    groups = [some_ids(draw, shape.shared) for _ in range(shape.groups)]
+    turns: list[Request] = []
+    for number in range(shape.groups * shape.conversations):
+        prompt = groups[number % shape.groups]
+        for _ in range(shape.turns):
+            prompt = (*prompt, *some_ids(draw, shape.turn))
+            turns.append(request_of(prompt, OUTPUT, session=f"{number}"))
+    return [request_of((*one, *some_ids(draw, 1)), OUTPUT) for one in groups], turns
+
+
+def ideal_hits(requests: Sequence[Request], known: Sequence[Request] = ()) -> int:
+    """Tokens that one cache without an end has, of whole blocks; never a prompt's last token."""
+    blocks: set[Ids] = set()
+    for one in known:
+        blocks.update(_prefixes(one))
+    hits = 0
+    for one in requests:
+        own = _prefixes(one)
+        usable = [prefix for prefix in own if len(prefix) < len(one.prompt)]
+        hits += max((len(prefix) for prefix in usable if prefix in blocks), default=0)
+        blocks.update(own)
+    return hits
+
+
+def _prefixes(request: Request) -> list[Ids]:
+    ids = request.prompt
+    assert isinstance(ids, tuple)
+    return [ids[:end] for end in range(BLOCK, len(ids) + 1, BLOCK)]
+
+
+def _hits(up: Workers) -> list[int]:
+    return [int(one.samples().get(HITS, 0)) for one in up.prefill]
+
+
+def _failed(replies: Sequence[Reply]) -> int:
+    return sum(bool(one.error) for one in replies)
+
+
+def cells(row: Row) -> list[str]:
+    """One line of the table."""
+    by_worker = " + ".join(map(str, row.hits))
+    counts = (str(row.requests), str(sum(row.hits)), str(row.ideal))
+    return [row.through, *counts, f"{row.share:.3f}", by_worker, str(row.failed)]
