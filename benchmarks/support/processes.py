@@ -67,7 +67,7 @@ def launch(command: tuple[str, ...], log: Path) -> Server:
             [sys.executable, "-m", *command],
             stderr=file,
             start_new_session=True,
-            preexec_fn=_end_with_parent if sys.platform == "linux" else None,
+            preexec_fn=end_with_parent if sys.platform == "linux" else None,
         )
     return Server(process, log)
 
@@ -114,6 +114,6 @@ def ctrl_c_later() -> Iterator[None]:
         raise KeyboardInterrupt
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     """In the child: the kernel sends SIGTERM when the thread that started it is gone."""
     LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

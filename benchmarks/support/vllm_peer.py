@@ -10,6 +10,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -22,9 +23,9 @@ from urllib.request import urlopen
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
-from benchmarks.support.processes import ctrl_c_later
+from benchmarks.support.processes import ctrl_c_later, end_with_parent
 
-START_TIMEOUT_S = 180.0
+START_TIMEOUT_S = 420.0
 STOP_TIMEOUT_S = 20.0
 POLL_S = 0.5
 TELL_S = 15.0
@@ -92,6 +93,7 @@ class Worker:
                 stdout=file,
                 stderr=file,
                 start_new_session=True,
+                preexec_fn=end_with_parent if sys.platform == "linux" else None,
             )
 
     def wait(self, tell: Tell = lambda *_: None) -> float:

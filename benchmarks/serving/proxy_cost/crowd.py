@@ -27,9 +27,9 @@ from serving.api.tokenizer import load_tokenizer
 from serving.config import KVEventsConfig
 from serving.kv_events.publisher import EventPublisher
 from serving.kv_events.wire import FULL_ATTENTION, GPU, BlockRemoved, BlockStored, Event
-from serving.rpc.registration import Introduction, Registration
 from serving.rpc.messages import KVEventsInfo, KVGroupInfo, NodeInfo
 from serving.rpc.node_service import NodeService
+from serving.rpc.registration import Introduction, Registration
 from serving.rpc.server import start_server
 
 BLOCK = 16

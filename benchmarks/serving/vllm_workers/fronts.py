@@ -1,6 +1,7 @@
 """The proxies that stand in front of one set of vLLM workers, each as a process of its own."""
 
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ from urllib.request import urlopen
 
 import msgspec
 
-from benchmarks.support.processes import ctrl_c_later, servers
+from benchmarks.support.processes import ctrl_c_later, end_with_parent, servers
 from benchmarks.support.vllm_peer import LOOPBACK, Setup, VllmError, Worker, Workers, free_ports
 
 TANDEM, TOY, ALONE = "Tandem's proxy", "vLLM's toy proxy", "one node alone"
@@ -62,7 +63,13 @@ def toy(stack: Stack, up: Workers) -> Iterator[Front]:
     words += _ports("prefiller", up.prefill) + _ports("decoder", up.decode)
     log = stack.setup.logs / "toy-proxy.log"
     with log.open("wb") as file, ctrl_c_later():
-        process = subprocess.Popen(words, stdout=file, stderr=file, start_new_session=True)
+        process = subprocess.Popen(
+            words,
+            stdout=file,
+            stderr=file,
+            start_new_session=True,
+            preexec_fn=end_with_parent if sys.platform == "linux" else None,
+        )
     try:
         url = f"http://{LOOPBACK}:{port}"
         _wait(f"{url}/healthcheck", process, log)
