@@ -5,13 +5,15 @@ Prompts travel as token ids, and answers come back as token ids (`return_token_i
 alone makes text of them, so that an answer can go on on another D.
 
 Facts of vLLM 0.32 that are not obvious: P gives parameters only where it does not stream. On a
-hybrid model it leaves the last prompt token out, so its one token is no token of the answer. Nobody
-can tell P over HTTP that a finished prefill is not wanted: its lease of 30 s ends it.
+hybrid model it leaves the last prompt token out, so its one token is no token of the answer. Only D
+can tell P that a finished prefill is not wanted; else a lease of 30 s ends it. D does not notice
+that P's blocks are another request's by then, so whoever is late must not be believed.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Iterator, Mapping
+from contextlib import aclosing, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Final
 
@@ -19,6 +21,7 @@ import msgspec
 import structlog
 
 from engine.errors import (
+    DeadlineExceededError,
     InvalidRequestError,
     KVTransferParamsError,
     NodeLostError,
@@ -51,6 +54,8 @@ from serving.rpc.tokenizer_files import ModelFiles, read_model_files
 log = structlog.get_logger()
 
 PATH: Final = "/v1/completions"
+LEASE_S: Final = 25.0
+"""From P's answer to D's first token; vLLM's `kv_lease_duration` is 30 unless set otherwise."""
 DONE: Final = b"[DONE]"
 ASK_P: Final = {
     "do_remote_decode": True,
@@ -136,13 +141,15 @@ class VllmWorker:
             return
         body = body_for(request, self._model, prompt=call.prompt, stream=True, **params)
         stream = _Stream(request.sampling, was_handed_over=hand_over is not None)
-        events = self._http.stream(
-            PATH, body, request_id=request.request_id, deadlines=call.deadlines
-        )
-        async with aclosing(events):
-            async for data in events:
-                if (output := stream.after(data)) is not None:
-                    yield output
+        deadlines = call.deadlines
+        if hand_over is not None:
+            deadlines = replace(deadlines, first_output_s=min(LEASE_S, deadlines.first_output_s))
+        events = self._http.stream(PATH, body, request_id=request.request_id, deadlines=deadlines)
+        with stream.blaming_hand_over():
+            async with aclosing(events):
+                async for data in events:
+                    if (output := stream.after(data)) is not None:
+                        yield output
         if stream.last is None:
             raise NodeLostError(f"worker {self._http.url.text} broke its answer off")
         yield stream.last
@@ -277,7 +284,7 @@ class _Stream:
                 continue
             chunk = completion_of(event)
             if chunk.error is not None:
-                raise self._error_of(chunk, event)
+                raise error_of(chunk.error_status, event)
             if self.last is not None:
                 cached = chunk.num_cached or self.last.num_cached_tokens
                 self.last = msgspec.structs.replace(self.last, num_cached_tokens=cached)
@@ -294,12 +301,19 @@ class _Stream:
             self.last = msgspec.structs.replace(self.last, token_ids=tuple(tokens), logprobs=found)
         return None
 
-    def _error_of(self, chunk: Completion, event: bytes) -> TandemError:
-        error = error_of(chunk.error_status, event)
-        if self._waits_for_pull and isinstance(error, RequestAbortedError):
-            # Of a pull that failed D says no more than this: P may be gone, and D is well.
-            return KVTransferParamsError(f"nothing came of the prefill: {error}")
-        return error
+    @contextmanager
+    def blaming_hand_over(self) -> Iterator[None]:
+        """Before the first token an error of D's, or silence, is the hand-over's: D is well.
+
+        Of a pull that failed D says no more than that something did; and after P's lease has ended
+        nobody knows what a pull has read.
+        """
+        try:
+            yield
+        except (RequestAbortedError, DeadlineExceededError) as error:
+            if not self._waits_for_pull:
+                raise
+            raise KVTransferParamsError(f"nothing came of the prefill: {error}") from error
 
 
 class _Rate:
