@@ -15,7 +15,7 @@ import pytest
 from benchmarks.support.small_models import VOCABULARY
 from engine.errors import InvalidRequestError
 from engine.types import GenerateRequest, SamplingParams
-from proxy.request_state import prefill_request
+from proxy.backends.tandem import prefill_request
 from tests.support.nodes.asking import ask, question, stream, streamed_ids
 from tests.support.nodes.cluster import Cluster, Generation, Node, generate, until
 from tests.support.nodes.pairs import FAMILIES, prompt_of, request_of

@@ -25,6 +25,16 @@ SEED = 32
 Replies = Sequence[Reply]
 
 
+class Difference(msgspec.Struct, frozen=True):
+    """An answer that is not that of one node alone."""
+
+    place: int
+    num_prompt_tokens: int
+    expected: tuple[int, ...]
+    got: tuple[int, ...]
+    seconds: float
+
+
 class Row(msgspec.Struct, frozen=True):
     """One model through one front; seconds of wall time."""
 
@@ -36,6 +46,7 @@ class Row(msgspec.Struct, frozen=True):
     failed: int
     seconds: float
     errors: tuple[str, ...]
+    different: tuple[Difference, ...]
 
     @property
     def holds(self) -> bool:
@@ -86,9 +97,27 @@ async def measure(
             failed=sum(bool(one.error) for one in got),
             seconds=seconds,
             errors=tuple(sorted({one.error for one in got if one.error})),
+            different=differences(requests, got, alone),
         )
         for name, (got, seconds) in replies.items()
     ]
+
+
+def differences(
+    requests: Sequence[Request], got: Replies, alone: Replies
+) -> tuple[Difference, ...]:
+    """Answers that came without an error and differ."""
+    return tuple(
+        Difference(
+            place,
+            len(request.prompt),
+            expected.token_ids,
+            one.token_ids,
+            one.e2el,
+        )
+        for place, (request, one, expected) in enumerate(zip(requests, got, alone, strict=True))
+        if not one.error and not expected.error and one.token_ids != expected.token_ids
+    )
 
 
 def count_equal(these: Replies, those: Replies) -> int:
