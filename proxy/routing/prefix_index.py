@@ -73,6 +73,13 @@ class PrefixIndex:
             if slot is not None and slot.num_entries:
                 self._begin(name, slot.index)
 
+    def doubt(self, name: str, now: float) -> None:
+        """Of Tandem's nodes nothing doubtful is kept: their state is asked for."""
+        self.clear(name)
+
+    def tick(self, name: str, now: float) -> None:
+        """Nothing here depends on time."""
+
     def apply(self, name: str, events: Sequence[Event]) -> None:
         """Takes in events of one node, in order."""
         for event in events:

@@ -7,19 +7,24 @@ import msgspec
 
 from engine.kv_cache.prefix import PrefixDigests, PrefixHasher
 from engine.types import GenerateRequest
+from proxy.routing.chained_digests import ChainedDigests
 from serving.rpc.messages import KVEventsInfo
 
 
 class HashKey(NamedTuple):
-    """The inputs of block digests besides tokens and salt: equal on nodes with equal digests."""
+    """The inputs of block digests besides tokens and salt: equal on nodes with equal digests.
+
+    `is_chained`: the digests are ours alone (`ChainedDigests`), for engines of other projects.
+    """
 
     hash_block_size: int
     hash_seed: str
+    is_chained: bool = False
 
     @classmethod
     def of(cls, info: KVEventsInfo) -> "HashKey":
         """The key of a node's events."""
-        return cls(info.hash_block_size, info.hash_seed)
+        return cls(info.hash_block_size, info.hash_seed, info.publisher != "tandem")
 
 
 class NodeHit(msgspec.Struct, frozen=True, gc=False):
@@ -61,7 +66,7 @@ class RoutedPrompt:
         self.request = request
         self.num_tokens = len(request.token_ids)
         self.hits: Mapping[str, NodeHit] = {}
-        self._digests: dict[HashKey, PrefixDigests] = {}
+        self._digests: dict[HashKey, PrefixDigests | ChainedDigests] = {}
 
     def boundaries(self, key: HashKey) -> list[bytes]:
         """Digests of the prefixes of 0, 1, 2, ... whole hash blocks; read-only."""
@@ -79,8 +84,12 @@ class RoutedPrompt:
         """Nobody will choose for it again: an answer may take long, and digests are large."""
         self._digests.clear()
 
-    def _prefix(self, key: HashKey) -> PrefixDigests:
+    def _prefix(self, key: HashKey) -> PrefixDigests | ChainedDigests:
         if key not in self._digests:
             tokens, salt = list(self.request.token_ids), self.request.cache_salt
-            self._digests[key] = PrefixDigests(PrefixHasher(*key), tokens, salt)
+            if key.is_chained:
+                self._digests[key] = ChainedDigests(key.hash_block_size, tokens, salt)
+            else:
+                hasher = PrefixHasher(key.hash_block_size, key.hash_seed)
+                self._digests[key] = PrefixDigests(hasher, tokens, salt)
         return self._digests[key]

@@ -35,11 +35,15 @@ QUIET_S = 2.0
 
 
 class EventSource(msgspec.Struct, frozen=True):
-    """The addresses of one publisher; without `replay_endpoint` no gap can be repaired."""
+    """The addresses of one publisher; without `replay_endpoint` no gap can be repaired.
+
+    `is_foreign`: an engine of another project, whose events are read as `EngineStored`.
+    """
 
     endpoint: str
     replay_endpoint: str | None = None
     topic: str = ""
+    is_foreign: bool = False
 
 
 class EventSink(Protocol):
@@ -51,11 +55,21 @@ class EventSink(Protocol):
     def clear(self, name: str) -> None:
         """Nothing is known of the cache of `name` any more."""
 
+    def doubt(self, name: str, now: float) -> None:
+        """Events of `name` are lost for good: some of what is known may be gone since.
+
+        It may be kept for a while if it is likely; nothing ever repairs it. `now`, here and below,
+        in monotonic seconds.
+        """
+
+    def tick(self, name: str, now: float) -> None:
+        """Time has passed."""
+
 
 class SourceStats(msgspec.Struct, frozen=True):
     """One source since it was added.
 
-    `num_gaps_lost`: gaps after which all of its blocks were forgotten and not fetched again.
+    `num_gaps_lost`: gaps after which its blocks were forgotten, or doubted, and not fetched again.
     `lag_s`: from the publisher's clock to ours, of the last live batch. `is_synced`: the sink knows
     all that the source announced.
     """
@@ -95,13 +109,23 @@ class SourceFollower:
 
     `question`: what shall be asked now, or None; another object is another question. The sink knows
     nothing that the publisher had not announced, and nothing that it was heard to take back.
+    `is_foreign`: as in `EventSource`.
     """
 
-    def __init__(self, name: str, sink: EventSink, has_replay: bool, *, now: float) -> None:
+    def __init__(
+        self,
+        name: str,
+        sink: EventSink,
+        has_replay: bool,
+        *,
+        now: float,
+        is_foreign: bool = False,
+    ) -> None:
         self.name = name
         self.question: Question | None = None
         self._sink = sink
         self._has_replay = has_replay
+        self._is_foreign = is_foreign
         self._now = now
         self._quiet_since = now
         self._retry_at = inf  # when to ask for the state again
@@ -181,6 +205,7 @@ class SourceFollower:
     def tick(self, now: float) -> None:
         """Time has passed: gives up what takes too long, and asks what is due."""
         self._now = now
+        self._sink.tick(self.name, now)
         if now < self.next_at:
             return
         if self.question is not None:
@@ -193,9 +218,12 @@ class SourceFollower:
 
     # --- live batches ------------------------------------------------------------------------
 
+    def _decode(self, payload: bytes) -> EventBatch:
+        return decode(payload, is_foreign=self._is_foreign)
+
     def _decoded(self, payload: bytes) -> EventBatch | None:
         try:
-            return decode(payload)
+            return self._decode(payload)
         except KVEventError:
             self._num_garbage += 1
             return None
@@ -236,7 +264,7 @@ class SourceFollower:
             self._apply(sequence, batch)
             while (kept := self._waiting.pop(sequence := sequence + 1, None)) is not None:
                 self._waiting_bytes -= len(kept)
-                self._apply(sequence, decode(kept))
+                self._apply(sequence, self._decode(kept))
         elif sequence > self._next:
             self._keep(sequence, payload)
             self._miss(sequence)
@@ -263,7 +291,7 @@ class SourceFollower:
     def _take_waiting(self) -> Iterator[tuple[int, EventBatch, bytes]]:
         """Takes the kept batches, in order; each is decoded when its turn comes."""
         waiting, self._waiting, self._waiting_bytes = self._waiting, {}, 0
-        return ((number, decode(waiting[number]), waiting[number]) for number in sorted(waiting))
+        return ((each, self._decode(waiting[each]), waiting[each]) for each in sorted(waiting))
 
     def _apply(self, sequence: int, batch: EventBatch) -> None:
         self._hand_over(batch)
@@ -278,6 +306,13 @@ class SourceFollower:
 
     def _forget(self) -> None:
         self._sink.clear(self.name)
+        self._begin()
+
+    def _doubt(self) -> None:
+        self._sink.doubt(self.name, self._now)
+        self._begin()
+
+    def _begin(self) -> None:
         self._next = self._last_ts = None
         self._is_complete = False
 
@@ -349,7 +384,7 @@ class SourceFollower:
     def _start_over(self) -> None:
         """Batches are lost for good: the state will do, which has all that was heard by now."""
         self._take_waiting()
-        self._forget()
+        self._doubt()
         self._ask(Asking.SNAPSHOT)
 
     def _refuse(self) -> None:
@@ -371,12 +406,12 @@ class SourceFollower:
             self._take_waiting()  # all of it was applied when it came
 
     def _go_on(self) -> None:
-        """Forget all, and follow what comes: a part of the state that is never too much."""
+        """Doubt all, and follow what comes: a part of the state."""
         self._num_lost += self._has_gap
         self._has_gap = False
-        self._forget()
+        self._doubt()
         for sequence, batch, _ in self._take_waiting():
             if self._next not in (None, sequence):
                 self._num_lost += 1
-                self._forget()
+                self._doubt()
             self._apply(sequence, batch)

@@ -46,7 +46,9 @@ class _Connection:
                 self.live.close()
                 raise
         has_replay = source.replay_endpoint is not None
-        self.follower = SourceFollower(name, sink, has_replay, now=time.monotonic())
+        self.follower = SourceFollower(
+            name, sink, has_replay, now=time.monotonic(), is_foreign=source.is_foreign
+        )
 
     def ask(self) -> None:
         """Send the follower's question over a new connection, which carries no older answer."""

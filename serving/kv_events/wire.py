@@ -3,6 +3,9 @@
 An event is a map whose `type` is its class, or (before vLLM 0.24) an array that begins with it; the
 batch around it is an array, in one version a map. Hashes are bytes, or integers of 64 bits, signed
 for some publishers. Fields were only ever added at the end. Knows no sockets.
+
+Other projects' hashes cannot be computed by anybody else, so their events are read with all that
+went into a hash (`EngineStored`); those of Tandem's own nodes name digests that everybody computes.
 """
 
 from collections.abc import Iterable
@@ -30,6 +33,8 @@ END_SEQUENCE = -1
 GPU, CPU, STORAGE = "GPU", "CPU", "STORAGE"
 FULL_ATTENTION, LATENT_ATTENTION = "full_attention", "mla_attention"
 SLIDING_WINDOW, MAMBA = "sliding_window", "mamba"
+_REMOTE = "REMOTE"
+_NIL = b"\xc0"
 _MAX_HASH = 2**64 - 1
 _MAX_INCARNATION = 256  # characters
 
@@ -70,6 +75,31 @@ class BlockStored(_Map, frozen=True):
     kv_cache_spec_sliding_window: int | None = None
 
 
+class EngineStored(BlockStored, frozen=True):
+    """As an engine of another project announced it; only ever decoded.
+
+    `raw_keys`: its `extra_keys` as they came, which may be anything and are read when they are
+    needed. `cache_salt`: SGLang's, of the whole request.
+    """
+
+    raw_keys: bytes = b""
+    cache_salt: str | None = None
+
+    def keys(self) -> list[bytes]:
+        """For each hash what went into it beside tokens, as opaque bytes; empty for nothing.
+
+        A salt alone is `salt_key(salt)` in a prompt's first block, in both projects.
+        Raises KVEventError where there are not as many as hashes.
+        """
+        keys = _split(self.raw_keys, len(self.block_hashes))
+        if self.cache_salt and self.parent_block_hash is None and keys[:1] == [b""]:
+            keys[0] = salt_key(self.cache_salt)
+        if self.lora_id is None and self.lora_name is None:
+            return keys
+        adapter = _ENCODER.encode((self.lora_id, self.lora_name))
+        return [adapter + key for key in keys]
+
+
 class BlockRemoved(_Map, frozen=True):
     """One copy of each of these blocks is gone."""
 
@@ -108,16 +138,22 @@ def encode(batch: EventBatch, form: Form = "map") -> bytes:
     return _ENCODER.encode(head if batch.incarnation is None else (*head, batch.incarnation))
 
 
-def decode(payload: bytes) -> EventBatch:
+def salt_key(cache_salt: str) -> bytes:
+    """A request's salt as it stands among the keys of its first block."""
+    return _ENCODER.encode((cache_salt,))
+
+
+def decode(payload: bytes, *, is_foreign: bool = False) -> EventBatch:
     """A batch in any published form. Integer hashes come out unsigned.
 
-    `extra_keys` are left out: who follows a cache needs none, and as they may be anything, a byte
-    of them may become 64. Raises KVEventError that says what is wrong.
+    `extra_keys` are left out: who follows Tandem's nodes needs none, and as they may be anything, a
+    byte of them may become 64. Stored blocks of foreign engines are `EngineStored`. Events about
+    another machine's cache are left out. Raises KVEventError that says what is wrong.
     """
     if len(payload) > MAX_PAYLOAD_BYTES:
         raise KVEventError(f"a batch of {len(payload)} bytes exceeds {MAX_PAYLOAD_BYTES}")
     try:
-        return _decode(payload)
+        return _decode(payload, is_foreign=is_foreign)
     # Beside its own errors msgspec lets those of UTF-8 and of deep nesting through.
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise KVEventError(f"no batch of KV events: {error}") from error
@@ -128,10 +164,16 @@ def decode(payload: bytes) -> EventBatch:
 
 class _StoredMap(BlockStored, frozen=True, tag="BlockStored"):
     extra_keys: msgspec.Raw = _unread()  # type: ignore[assignment]
+    cache_salt: str | None = None
+    locality: str | None = None
 
 
 class _StoredArray(BlockStored, frozen=True, array_like=True, tag="BlockStored"):
     extra_keys: msgspec.Raw = _unread()  # type: ignore[assignment]
+
+
+class _RemovedMap(BlockRemoved, frozen=True, tag="BlockRemoved"):
+    locality: str | None = None
 
 
 class _RemovedArray(BlockRemoved, frozen=True, array_like=True, tag="BlockRemoved"):
@@ -143,7 +185,7 @@ class _ClearedArray(AllBlocksCleared, frozen=True, array_like=True, tag="AllBloc
 
 
 E = TypeVar("E")
-_MapEvent = _StoredMap | BlockRemoved | AllBlocksCleared
+_MapEvent = _StoredMap | _RemovedMap | AllBlocksCleared
 _ArrayEvent = _StoredArray | _RemovedArray | _ClearedArray
 
 
@@ -178,26 +220,32 @@ _ARRAY: Decoder[_ArrayEvent] = Decoder(_ArrayEvent)
 _TYPE_IN_MAP = Decoder(_TypeOf)
 _TYPE_IN_ARRAY = Decoder(_TypeFirst)
 _INCARNATION = Decoder(Annotated[str, Meta(max_length=_MAX_INCARNATION)])
+_RAWS = Decoder(list[msgspec.Raw])
+_STORED, _REMOVED = len(BlockStored.__struct_fields__), len(BlockRemoved.__struct_fields__)
 _EXTRA_KEYS = BlockStored.__struct_fields__.index("extra_keys")
 _NAMES = {kind.__name__ for kind in (BlockStored, BlockRemoved, AllBlocksCleared)}
 
 
-def _decode(payload: bytes) -> EventBatch:
+def _decode(payload: bytes, *, is_foreign: bool) -> EventBatch:
     """Today's form at once; the others event by event, which also leaves out unknown types."""
     for decoder in (_OF_MAPS, _OF_ARRAYS):
         try:
             batch = decoder.decode(payload)
         except msgspec.ValidationError:
             continue
-        return _plain(batch, tuple(map(_plain_event, batch.events)))
+        return _plain(batch, batch.events, is_foreign=is_foreign)
     mixed = (_OF_ANY if _is_array(payload) else _MAP_OF_ANY).decode(payload)
     events = [event for raw in mixed.events if (event := _event(bytes(raw))) is not None]
-    return _plain(mixed, tuple(events), num_unknown=len(mixed.events) - len(events))
+    num_unknown = len(mixed.events) - len(events)
+    return _plain(mixed, events, num_unknown=num_unknown, is_foreign=is_foreign)
 
 
-def _plain(batch: _Batch[Any], events: tuple[Event, ...], num_unknown: int = 0) -> EventBatch:
+def _plain(
+    batch: _Batch[Any], events: Iterable[Event], *, is_foreign: bool, num_unknown: int = 0
+) -> EventBatch:
     incarnation = _incarnation(bytes(batch.incarnation))
-    return EventBatch(batch.ts, events, batch.data_parallel_rank, incarnation, num_unknown)
+    plain = tuple(_plain_event(e, is_foreign) for e in events if not _is_remote(e))
+    return EventBatch(batch.ts, plain, batch.data_parallel_rank, incarnation, num_unknown)
 
 
 def _incarnation(raw: bytes) -> str | None:
@@ -211,7 +259,7 @@ def _event(raw: bytes) -> Event | None:
     """One event in either form; None for a type that this version does not know."""
     is_array = _is_array(raw)
     try:
-        return _plain_event((_ARRAY if is_array else _MAP).decode(raw))
+        return (_ARRAY if is_array else _MAP).decode(raw)
     except msgspec.ValidationError:
         kind = _TYPE_IN_ARRAY.decode(raw).type if is_array else _TYPE_IN_MAP.decode(raw).type
         if kind in _NAMES:
@@ -224,15 +272,23 @@ def _is_array(raw: bytes) -> bool:
     return raw[0] >> 4 == 0x9 or raw[0] in (0xDC, 0xDD)
 
 
-def _plain_event(event: Event) -> Event:
+def _is_remote(event: Event) -> bool:
+    return isinstance(event, _StoredMap | _RemovedMap) and event.locality == _REMOTE
+
+
+def _plain_event(event: Event, is_foreign: bool) -> Event:
     """One class for each type, whatever its form was, and one integer for each integer hash."""
-    if isinstance(event, _StoredMap | _StoredArray):
-        values = list(msgspec.structs.astuple(event))
-        values[_EXTRA_KEYS] = None
+    if isinstance(event, BlockStored):
+        values = list(msgspec.structs.astuple(event)[:_STORED])
+        raw_keys, values[_EXTRA_KEYS] = bytes(values[_EXTRA_KEYS]), None
+        salt = event.cache_salt if isinstance(event, _StoredMap) else None
         event = BlockStored(*values)
-    elif isinstance(event, _RemovedArray):
-        event = BlockRemoved(*msgspec.structs.astuple(event))
-    elif isinstance(event, AllBlocksCleared):
+        if is_foreign:
+            known = msgspec.structs.asdict(event) | {"raw_keys": raw_keys, "cache_salt": salt}
+            event = EngineStored(**known)
+    elif isinstance(event, BlockRemoved):
+        event = BlockRemoved(*msgspec.structs.astuple(event)[:_REMOVED])
+    else:
         return AllBlocksCleared()
     if not event.block_hashes or isinstance(event.block_hashes[0], bytes):
         return event
@@ -245,3 +301,20 @@ def _plain_event(event: Event) -> Event:
 
 def _unsigned(block_hash: BlockHash) -> BlockHash:
     return block_hash & _MAX_HASH if isinstance(block_hash, int) else block_hash
+
+
+def _split(raw: bytes, count: int) -> list[bytes]:
+    """The elements of an array of `count`, which nobody has to read."""
+    if raw in (b"", _NIL):
+        return [b""] * count
+    # Its length is looked at first: each element becomes an object.
+    if not _is_array(raw) or _length(raw) != count:
+        raise KVEventError(f"`extra_keys` is no array of {count}")
+    return [b"" if key == _NIL else key for key in map(bytes, _RAWS.decode(raw))]
+
+
+def _length(array: bytes) -> int:
+    first = array[0]
+    if first >> 4 == 0x9:
+        return first & 0xF
+    return int.from_bytes(array[1 : 3 if first == 0xDC else 5], "big")

@@ -1,6 +1,6 @@
 """A node's description of itself to the proxy. Knows neither protobuf nor sockets."""
 
-from typing import Annotated, Final
+from typing import Annotated, Final, Literal
 
 import msgspec
 from msgspec import Meta
@@ -39,12 +39,20 @@ class KVGroupInfo(msgspec.Struct, frozen=True):
     sliding_window: int | None = None
 
 
-class KVEventsInfo(msgspec.Struct, frozen=True, kw_only=True):
+Publisher = Literal["tandem", "vllm", "sglang"]
+
+
+class KVEventsInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Where a node publishes the events of its KV cache, and what their digests are made of.
 
     `endpoint`, `replay_endpoint`: ZMQ addresses that others can reach. `hash_block_size`: tokens
     per digest. `groups`: in the order of the group index of events. `model_identity`: digest of all
     that changes the model's results; blocks of two identities are no copies of each other.
+
+    `publisher`: the project whose events they are. An engine of another one names blocks by hashes
+    that nobody else can compute: then `hash_block_size` is the block size of its attention,
+    `hash_seed` means nothing, and `groups` is what is known before its events tell: it resumes
+    nowhere before there was an event of each kind.
     """
 
     endpoint: str
@@ -55,6 +63,8 @@ class KVEventsInfo(msgspec.Struct, frozen=True, kw_only=True):
     groups: Annotated[tuple[KVGroupInfo, ...], Meta(min_length=1)]
     replay_endpoint: str | None = None
     model_identity: Annotated[str, Meta(max_length=64)] = ""
+    # Never in a node's own description, where it has no field: that is of Tandem's nodes.
+    publisher: Publisher = "tandem"
 
 
 class ForeignEventsInfo(KVEventsInfo, frozen=True, kw_only=True):

@@ -55,6 +55,12 @@ class HeardBlocks:
     def clear(self, name: str) -> None:
         self.held[name] = Counter()
 
+    def doubt(self, name: str, now: float) -> None:
+        self.clear(name)
+
+    def tick(self, name: str, now: float) -> None:
+        pass
+
 
 @dataclass(frozen=True)
 class _Copy:

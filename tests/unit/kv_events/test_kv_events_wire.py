@@ -1,5 +1,6 @@
 """KV events in every published form: theirs are read here, ours there, and rubbish is named."""
 
+import tracemalloc
 from typing import Any
 
 import msgspec
@@ -13,10 +14,12 @@ from serving.kv_events.wire import (
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
+    EngineStored,
     EventBatch,
     Form,
     decode,
     encode,
+    salt_key,
 )
 from tests.support.cache.published_events import FORMS, TODAY, PublishedForm
 
@@ -155,6 +158,50 @@ def test_ours_come_back_as_they_were(form: Form) -> None:
     first, *others = OURS.events
     read = (msgspec.structs.replace(first, extra_keys=None), *others)
     assert decode(encode(OURS, form)) == msgspec.structs.replace(OURS, events=read)
+
+
+def stored_with(**changed: Any) -> EngineStored:
+    event = dict(block_hashes=[1, 2], parent_block_hash=None, token_ids=[1, 2], block_size=1)
+    payload = msgspec.msgpack.encode([1.0, [{"type": "BlockStored", **event, **changed}]])
+    (read,) = decode(payload, is_foreign=True).events
+    assert isinstance(read, EngineStored)
+    return read
+
+
+def test_a_foreign_engine_s_keys_are_read_when_they_are_asked_for() -> None:
+    salt = msgspec.msgpack.encode(["s"])
+    assert salt == salt_key("s")
+    assert stored_with().keys() == stored_with(extra_keys=None).keys() == [b"", b""]
+    assert stored_with(extra_keys=[["s"], None]).keys() == [salt, b""]
+    assert stored_with(cache_salt="s").keys() == [salt, b""]
+    assert stored_with(cache_salt="s", parent_block_hash=7).keys() == [b"", b""]
+    adapter = msgspec.msgpack.encode([None, "a"])
+    assert stored_with(lora_name="a", extra_keys=[["s"], None]).keys() == [adapter + salt, adapter]
+    for wrong in ([None], [None] * 3, [None] * 70_000, {"a": 1}, "text", 5):
+        with pytest.raises(KVEventError, match="no array of 2"):
+            stored_with(extra_keys=wrong).keys()
+
+
+def test_keys_that_may_be_anything_cost_their_bytes_until_then() -> None:
+    tracemalloc.start()
+    try:
+        event = stored_with(extra_keys=[[]] * 500_000)
+        kept, peak = tracemalloc.get_traced_memory()
+        with pytest.raises(KVEventError):
+            event.keys()
+        peak = max(peak, tracemalloc.get_traced_memory()[1])
+    finally:
+        tracemalloc.stop()
+    assert (kept < 2_000_000) and (peak < 8_000_000)
+
+
+@pytest.mark.parametrize("is_foreign", [False, True])
+def test_what_is_another_machine_s_is_left_out(is_foreign: bool) -> None:
+    here, there = ({"type": "BlockRemoved", "block_hashes": [n], "locality": place}
+                   for n, place in enumerate(("LOCAL", "REMOTE")))  # fmt: skip
+    for batch in ([1.0, [here, there]], [1.0, [here, there, ["New"]]]):
+        read = decode(msgspec.msgpack.encode(batch), is_foreign=is_foreign)
+        assert read.events == (BlockRemoved((0,)),)
 
 
 def test_an_unknown_event_is_left_out_and_counted() -> None:
