@@ -207,6 +207,50 @@ def test_rubbish_breaks_nothing_and_a_clear_ends_it(seed: int, junk: bytes) -> N
             assert engine.hit(text) == reader.hit(text)
 
 
+FEW = st.integers(0, 6)
+CONFUSED = st.fixed_dictionaries(
+    dict(
+        type=st.sampled_from(["BlockStored", "BlockStored", "BlockRemoved"]),
+        block_hashes=st.lists(FEW, max_size=3),
+        parent_block_hash=st.none() | FEW,
+        token_ids=st.lists(st.sampled_from([1, 1, 1, 2, -1]), max_size=12),
+        block_size=st.sampled_from([-4, 0, 2, 3, 4, 4, 6, 8, 10**6]),
+        lora_id=st.none(),
+        lora_name=st.none() | st.just("a"),
+        medium=st.sampled_from([None, "GPU", "DISK", "nowhere"]),
+        extra_keys=st.none() | st.lists(st.none() | st.just(["s"]), max_size=3),
+        group_idx=st.sampled_from([None, 0, 0, 1, 2, -1, 10**9]),
+        kv_cache_spec_kind=st.sampled_from([None, "full_attention", "mamba", "sliding_window"]),
+        kv_cache_spec_sliding_window=st.sampled_from([None, -1, 0, 5, 2**60]),
+    )
+)
+
+
+@settings(max_examples=200)
+@given(st.lists(st.lists(CONFUSED, max_size=4), max_size=12), st.integers(0, 2))
+def test_a_confused_engine_breaks_nothing_and_leaves_nothing(
+    steps: list[list[Announced]], num_lost: int
+) -> None:
+    engine = Followed()
+    for number, step in enumerate(steps):
+        exact = [event | {"token_ids": [1] * (len(event["block_hashes"]) * event["block_size"])}
+                 if 0 < event["block_size"] < 10 and number % 2 else event
+                 for event in step]  # fmt: skip
+        engine.hear(*exact)
+        if number == num_lost:
+            next(engine.numbers)
+        engine.wait(DOUBT_S / 4)
+        for text in TEXTS[:4]:
+            assert engine.hit(text).attention < len(text[1])
+    assert engine.engine.num_held <= 7 * 64
+    # What is doubted as a whole ends, with all that was counted for it.
+    next(engine.numbers)
+    engine.hear()
+    engine.wait(DOUBT_S)
+    engine.wait(DOUBT_S)
+    assert (engine.engine.num_held, engine.index.num_entries) == (0, {"e": 0})
+
+
 @pytest.mark.parametrize("name", [name for name in FORMS if "sglang" in name])
 def test_sglang_s_pages_are_one_group_in_which_nobody_resumes_a_hybrid(name: str) -> None:
     """It names no groups; what it says of states nobody knows."""
@@ -290,6 +334,14 @@ def test_larger_blocks_are_several_of_ours_and_odd_ones_end_inside() -> None:
     inside = [stored(TEXT, [SIZE + TAIL], start=0, group=g, size=SIZE + TAIL) for g in STATES]
     engine.hear(*inside, blocks(TEXT, 0, 16))
     assert engine.hit() == NodeHit(16, SIZE + TAIL)
+
+
+def test_nothing_follows_a_tail() -> None:
+    engine = Followed()
+    tails = [stored(TEXT, [TAIL, 2 * TAIL], start=0, group=g, size=TAIL) for g in STATES]
+    engine.hear(*tails, stored(TEXT, [SIZE + TAIL], start=TAIL, group=FULL), blocks(TEXT, 0, 4))
+    assert engine.hit() == NodeHit(4, TAIL)
+    assert engine.engine.num_unplaced == 3
 
 
 def test_a_remote_cache_is_not_the_node_s() -> None:
