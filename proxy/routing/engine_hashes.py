@@ -210,8 +210,7 @@ class EngineHashes:
         placed = self._by_parent(later) if is_whole else self._by_hash(later)
         is_state, news = self._is_state(event.group_idx or 0), []
         told: dict[_Where, list[_Place]] = {}
-        for block_hash, found in placed:
-            place = self._places.get(block_hash, found)
+        for block_hash, place in placed:
             width = 1 if is_state else max(1, event.block_size // self._size)
             width = 0 if place.tail else min(width, len(place.names))
             where = _Where(event.group_idx or 0, tier, width)

@@ -1,6 +1,7 @@
 """Events of other projects' engines become an index that names what a prompt finds there."""
 
 import time
+import tracemalloc
 from collections import Counter
 from collections.abc import Sequence
 from itertools import count
@@ -443,6 +444,19 @@ def test_blocks_beyond_a_node_s_share_are_not_taken_in(monkeypatch: pytest.Monke
         3,
         1,
     )
+
+
+def test_blocks_that_are_gone_leave_no_memory_taken() -> None:
+    engine = Followed(DENSE)
+    tracemalloc.start()
+    try:
+        for number in range(5000):
+            text = (None, (number,) * SIZE)
+            engine.hear(blocks(text, 0, SIZE), removed(text, SIZE, FULL))
+        kept, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert kept < 200_000
 
 
 def test_what_waits_is_bounded_and_counted() -> None:
