@@ -48,7 +48,7 @@ from proxy.backends.openai_completions import (
 from proxy.backends.worker import Backend, Call, HandOver, Prefill, prefill_sampling
 from proxy.backends.worker_facts import EventEndpoints, Metrics, model_cards, sources_of
 from serving.rpc.client import StreamDeadlines
-from serving.rpc.messages import ForeignEventsInfo, KVEventsInfo, KVGroupInfo, NodeInfo
+from serving.rpc.messages import KVEventsInfo, KVGroupInfo, NodeInfo
 from serving.rpc.tokenizer_files import ModelFiles, read_model_files
 
 log = structlog.get_logger()
@@ -252,7 +252,7 @@ class VllmWorker:
         # A hybrid whose checkpoints nobody has heard of yet has nothing to resume from.
         has_states = cache.get("mamba_cache_mode", "none") != "none"
         kinds = ["full_attention", *(["mamba"] if has_states else [])]
-        return ForeignEventsInfo(
+        return KVEventsInfo(
             publisher="vllm",
             endpoint=endpoints.endpoint,
             replay_endpoint=endpoints.replay_endpoint,

@@ -63,12 +63,12 @@ from serving.node.limits import (
     context_length,
     scheduler_config,
 )
-from serving.rpc.registration import Introduction, Registration
 from serving.process import wait_until
 from serving.rpc.address import join_host_port
 from serving.rpc.messages import ArenaUse, NodeInfo
 from serving.rpc.node_http import parse_node_url
 from serving.rpc.node_service import NodeService
+from serving.rpc.registration import Introduction, Registration
 from serving.rpc.server import RpcServer, start_server
 from serving.rpc.tokenizer_files import tokenizer_files
 from serving.telemetry.request_metrics import EngineRequestMetrics

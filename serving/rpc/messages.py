@@ -67,17 +67,6 @@ class KVEventsInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     publisher: Publisher = "tandem"
 
 
-class ForeignEventsInfo(KVEventsInfo, frozen=True, kw_only=True):
-    """The same of another engine, whose words the proxy knows; no node sends it.
-
-    `publisher`: "vllm" or "sglang". It names blocks by hashes that nobody else can compute: then
-    `hash_block_size` is the block size of its attention, `hash_seed` means nothing, and `groups` is
-    what is known before its events tell.
-    """
-
-    publisher: str
-
-
 class ArenaUse(msgspec.Struct, frozen=True, kw_only=True):
     """Units of the arena by what they hold: in use, or idle, which is kept for reuse."""
 
