@@ -118,6 +118,7 @@ def body_for(
     """
     sampling, num_output = request.sampling, len(request.output_token_ids)
     if num_output:
+        # After the last id of the prompt, which is not encoded again.
         prompt = prompt[:-1] + b"," + _encode(request.output_token_ids)[1:]
     body: dict[str, object] = {
         "model": model,
@@ -180,6 +181,7 @@ def _sampling(sampling: SamplingParams, num_output: int) -> dict[str, object]:
         "ignore_eos": sampling.ignore_eos,
         "stop_token_ids": sampling.stop_token_ids,
     }
+    # A greedy answer needs none, and a generator of its own costs the worker time.
     if sampling.temperature:
         words["seed"] = sampling.seed
     if sampling.logprobs is not None:

@@ -11,8 +11,7 @@ that P's blocks are another request's by then, so whoever is late must not be be
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterator, Mapping
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Final
@@ -129,32 +128,47 @@ class VllmWorker:
             )
         return Prefill(output, None)
 
-    async def generate(
+    def generate(
         self, request: GenerateRequest, call: Call, hand_over: HandOver | None = None
     ) -> AsyncGenerator[GenerateOutput]:
         params = {} if hand_over is None else {"kv_transfer_params": hand_over.params}
         if request.sampling.prompt_logprobs is not None:
-            answer = await self._answer(request, call, params)
-            whole = output_of(answer.choice, request.sampling, num_cached=answer.num_cached)
-            rows = answer.prompt_logprobs(request)
-            yield msgspec.structs.replace(whole, prompt_logprobs=rows)
-            return
+            return self._at_once(request, call, params)
+        return self._streamed(request, call, params)
+
+    async def _at_once(
+        self, request: GenerateRequest, call: Call, params: Mapping[str, object]
+    ) -> AsyncGenerator[GenerateOutput]:
+        """One output: vLLM streams no answer with log-probabilities of its prompt."""
+        answer = await self._answer(request, call, params)
+        output = output_of(answer.choice, request.sampling, num_cached=answer.num_cached)
+        rows = answer.prompt_logprobs(request)
+        yield msgspec.structs.replace(output, prompt_logprobs=rows)
+
+    async def _streamed(
+        self, request: GenerateRequest, call: Call, params: Mapping[str, object]
+    ) -> AsyncGenerator[GenerateOutput]:
         body = body_for(request, self._model, prompt=call.prompt, stream=True, **params)
-        stream = _Stream(request.sampling, was_handed_over=hand_over is not None)
+        stream = _Stream(request.sampling, waits_for_pull=bool(params))
         deadlines = call.deadlines
-        if hand_over is not None:
+        if params:
+            # After that P may have given the blocks that D pulls to another request.
             deadlines = replace(deadlines, first_output_s=min(LEASE_S, deadlines.first_output_s))
         events = self._http.stream(PATH, body, request_id=request.request_id, deadlines=deadlines)
-        with stream.blaming_hand_over():
-            async with aclosing(events):
-                async for data in events:
-                    if (output := stream.after(data)) is not None:
-                        yield output
+        try:
+            async for data in events:
+                if (output := stream.after(data)) is not None:
+                    yield output
+        except TandemError as error:
+            raise stream.judged(error) from error
+        finally:
+            await events.aclose()
         if stream.last is None:
             raise NodeLostError(f"worker {self._http.url.text} broke its answer off")
         yield stream.last
 
     async def describe(self, timeout_s: float, *, is_lost: bool) -> NodeInfo:
+        # Both at once: a poll has two seconds in all.
         ask = partial(self._http.get, timeout_s=timeout_s)
         (status, _), (_, page) = await asyncio.gather(ask("/health"), ask("/metrics"))
         metrics = Metrics(page, NAMES)
@@ -270,10 +284,10 @@ class VllmWorker:
 class _Stream:
     """A stream's events to outputs. `last` waits for the usage that follows it, and tells it."""
 
-    def __init__(self, sampling: SamplingParams, *, was_handed_over: bool) -> None:
+    def __init__(self, sampling: SamplingParams, *, waits_for_pull: bool) -> None:
         self.last: GenerateOutput | None = None
         self._sampling = sampling
-        self._waits_for_pull = was_handed_over
+        self._waits_for_pull = waits_for_pull
 
     def after(self, data: list[bytes]) -> GenerateOutput | None:
         """All tokens of the events that came together, unless they are the last ones."""
@@ -301,19 +315,16 @@ class _Stream:
             self.last = msgspec.structs.replace(self.last, token_ids=tuple(tokens), logprobs=found)
         return None
 
-    @contextmanager
-    def blaming_hand_over(self) -> Iterator[None]:
-        """Before the first token an error of D's, or silence, is the hand-over's: D is well.
+    def judged(self, error: TandemError) -> TandemError:
+        """Before the first token D's error, or its silence, is the hand-over's: D is well.
 
         Of a pull that failed D says no more than that something did; and after P's lease has ended
         nobody knows what a pull has read.
         """
-        try:
-            yield
-        except (RequestAbortedError, DeadlineExceededError) as error:
-            if not self._waits_for_pull:
-                raise
-            raise KVTransferParamsError(f"nothing came of the prefill: {error}") from error
+        is_unclear = isinstance(error, RequestAbortedError | DeadlineExceededError)
+        if not (is_unclear and self._waits_for_pull):
+            return error
+        return KVTransferParamsError(f"nothing came of the prefill: {error}")
 
 
 class _Rate:
