@@ -145,7 +145,14 @@ EVENT_ROWS: Final = {
     "num_events": (CounterMetricFamily, "KV events received."),
     "num_garbage": (CounterMetricFamily, "Messages that could not be read."),
     "num_gaps_repaired": (CounterMetricFamily, "Gaps that a replay or a snapshot has filled."),
-    "num_gaps_lost": (CounterMetricFamily, "Gaps after which the node's entries were cleared."),
+    "num_gaps_lost": (
+        CounterMetricFamily,
+        "Gaps after which the node's entries were cleared, or doubted.",
+    ),
+    "num_unplaced": (
+        CounterMetricFamily,
+        "Announced blocks of another project's engine that nothing is known to come before.",
+    ),
     "lag_s": (GaugeMetricFamily, "Seconds from the publishing of the last batch to its arrival."),
     "is_synced": (GaugeMetricFamily, "1 while the index stands where the node does."),
 }

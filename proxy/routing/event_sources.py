@@ -6,6 +6,7 @@ one: what it held is forgotten at once, before its own events say so.
 
 from collections.abc import Callable, Sequence
 
+import msgspec
 import structlog
 
 from engine.errors import ConfigError
@@ -97,11 +98,12 @@ class EventSources:
 
     def stats(self) -> dict[str, SourceStats]:
         """By node what was received since it was followed."""
-        return {name: self._subscriber.stats(name) for name in self._followed}
-
-    def num_unplaced(self) -> dict[str, int]:
-        """By engine of another project the announced blocks that nothing is known to follow."""
-        return {name: engine.num_unplaced for name, engine in self._sinks.engines.items()}
+        stats = {name: self._subscriber.stats(name) for name in self._followed}
+        for name, engine in self._sinks.engines.items():
+            if name in stats:
+                unplaced = engine.num_unplaced
+                stats[name] = msgspec.structs.replace(stats[name], num_unplaced=unplaced)
+        return stats
 
     def close(self) -> None:
         """Ends the subscriber's thread."""

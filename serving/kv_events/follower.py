@@ -71,7 +71,8 @@ class SourceStats(msgspec.Struct, frozen=True):
 
     `num_gaps_lost`: gaps after which its blocks were forgotten, or doubted, and not fetched again.
     `lag_s`: from the publisher's clock to ours, of the last live batch. `is_synced`: the sink knows
-    all that the source announced.
+    all that the source announced. `num_unplaced`: announced blocks of which nobody knows what comes
+    before them; none of our own nodes.
     """
 
     num_events: int = 0
@@ -80,6 +81,7 @@ class SourceStats(msgspec.Struct, frozen=True):
     num_gaps_lost: int = 0
     lag_s: float = 0.0
     is_synced: bool = False
+    num_unplaced: int = 0
 
 
 class Asking(Enum):
