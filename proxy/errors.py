@@ -52,6 +52,9 @@ def outcome_of(error: TandemError) -> str:
     """The `outcome` label of `tandem_proxy_node_requests`."""
     if is_client_fault(error):
         return "invalid_request"
+    if isinstance(error, PrefillFailedError):
+        # D did nothing but wait.
+        return "cancelled"
     if isinstance(error, OverloadedError):
         return "overloaded"
     return "deadline_exceeded" if isinstance(error, DeadlineExceededError) else "failed"

@@ -62,6 +62,16 @@ class NodeChoice:
         state.route = replace(route, prefill=prefill.view)
         return self._pool.node(route.decode.name)
 
+    def missing(self, state: RequestState) -> NodeKind | None:
+        """The kind of node that the request cannot do without, and of which none may have it."""
+        decode = self.candidates(NodeKind.DECODE, state)
+        if not decode:
+            return NodeKind.DECODE
+        needs_prefill = self._pool.node(decode[0].name).worker.needs_prefill
+        if needs_prefill and not self.candidates(NodeKind.PREFILL, state):
+            return NodeKind.PREFILL
+        return None
+
     def candidates(self, kind: NodeKind, state: RequestState) -> tuple[NodeView, ...]:
         """Usable nodes that have not failed this request and whose context holds it.
 

@@ -4,9 +4,10 @@ Knows nothing of HTTP and text. A `Router` chooses the nodes.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import ExitStack, aclosing, asynccontextmanager, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Final
 
 import structlog
@@ -26,7 +27,13 @@ from proxy.backends.worker import Call, PrefillFailedError
 from proxy.cluster.node import Node, NodeKind
 from proxy.cluster.node_pool import NodePool
 from proxy.cluster.pairs import Pairs
-from proxy.errors import NoDecodeNodeError, as_client_sees_it, is_final, outcome_of
+from proxy.errors import (
+    NoDecodeNodeError,
+    NoPrefillNodeError,
+    as_client_sees_it,
+    is_final,
+    outcome_of,
+)
 from proxy.metrics import ProxyMetrics
 from proxy.node_choice import NodeChoice, routing_details
 from proxy.request_state import Prefilled, RequestState
@@ -83,8 +90,11 @@ class PdFlow:
     async def check_ready(self) -> tuple[str, ...]:
         if self._refuses_new:
             raise UnavailableError(SHUTTING_DOWN)
-        if not self._pool.num_available(NodeKind.DECODE):
+        decode = self._pool.available(NodeKind.DECODE)
+        if not decode:
             raise NoDecodeNodeError
+        if decode[0].worker.needs_prefill and not self._pool.num_available(NodeKind.PREFILL):
+            raise NoPrefillNodeError
         return self._pairs.reasons()
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateOutput]:
@@ -113,7 +123,7 @@ class PdFlow:
                         output = _checked(await anext(outputs), decode)
                         state.prompt.drop_digests()
                         if prefilled is not None:
-                            self._pairs.accepted(prefilled.node, decode)
+                            self._accept(prefilled, decode, output, state)
                         while output.finish_reason is None:
                             yield self._passed_on(output, state)
                             output = _checked(await anext(outputs), decode)
@@ -132,7 +142,8 @@ class PdFlow:
         self.num_open += 1
         try:
             yield
-        except TandemError as error:
+        except TandemError as failure:
+            error = failure.cause if isinstance(failure, PrefillFailedError) else failure
             state.release_prefill()
             if not await self._may_go_on(state, error):
                 raise as_client_sees_it(error, len(state.sent)) from error
@@ -143,7 +154,7 @@ class PdFlow:
 
     async def _may_go_on(self, state: RequestState, error: TandemError) -> bool:
         """True if another attempt may succeed; logs and counts what becomes of a broken stream."""
-        may_go_on = state.may_go_on(error) and await self._has_decode_node(state)
+        may_go_on = state.may_go_on(error) and await self._has_nodes(state)
         # A continuation that fails before its first token is no second break, but may be the end.
         if state.num_new or (state.sent and not may_go_on):
             self._metrics.broken_streams.labels("continued" if may_go_on else "ended").inc()
@@ -154,18 +165,19 @@ class PdFlow:
             )
         return may_go_on
 
-    async def _has_decode_node(self, state: RequestState) -> bool:
-        """True once a D may serve the request. An answer that has begun waits for one to come back.
+    async def _has_nodes(self, state: RequestState) -> bool:
+        """True once a D may serve the request, and a P that it needs.
 
-        A D in use that may not have the request is not waited for: only a restart makes it another.
+        An answer that has begun waits for one to come back. A node in use that may not have the
+        request is not waited for: only a restart makes it another.
         """
         clock = asyncio.get_running_loop().time
         end = min(clock() + self._deadlines.next_output_s, state.deadline)
         while not self._is_over:
-            if self._choice.candidates(NodeKind.DECODE, state):
+            if (missing := self._choice.missing(state)) is None:
                 return True
             remaining_s = end - clock()
-            if not state.sent or remaining_s <= 0 or not self._pool.may_get(NodeKind.DECODE):
+            if not state.sent or remaining_s <= 0 or not self._pool.may_get(missing):
                 return False
             await self._pool.wait_for_news(remaining_s)
         return False
@@ -188,7 +200,8 @@ class PdFlow:
                 # D counts from its choice on, or else a burst would choose the same one.
                 with decode.carrying(), self._router.expecting(state.prompt, decode.view):
                     state.prefilled = await self._prefill_on(node, state)
-                self._choice.count_prefill_hit(state)
+                if state.prefilled.part is None:
+                    self._choice.count_prefill_hit(state)
                 break
             except TandemError as error:
                 # A prompt that is wrong for P, longer than its context say, may be right for D.
@@ -205,11 +218,17 @@ class PdFlow:
     async def _prefill_on(self, node: Node, state: RequestState) -> Prefilled:
         request = state.request
         try:
-            async with self._running(node, state) as (call, origin):
+            with ExitStack() as part:
+                call, origin = part.enter_context(self._running(node, state))
                 asked = structs.replace(request, origin=origin)
                 prefill = await node.worker.prefill(asked, call)
-                output = _checked(prefill.output, node)
-                return Prefilled(node, output, prefill.hand_over)
+                leg = None if prefill.hand_over is None else prefill.hand_over.prefill
+                if leg is None:
+                    return Prefilled(node, _checked(prefill.output, node), prefill.hand_over)
+                going_on = Prefilled(node, prefill.output, prefill.hand_over, part.pop_all())
+                # Called before whoever waits for it: P has its blame when another try begins.
+                leg.add_done_callback(partial(_end_part, going_on))
+                return going_on
         except (asyncio.CancelledError, DeadlineExceededError):
             # P may finish the prefill, and nobody has heard P's id of it. P knows ours too.
             node.release(node.info.engine_id, request.request_id)
@@ -221,15 +240,24 @@ class PdFlow:
     ) -> AsyncIterator[AsyncGenerator[GenerateOutput]]:
         """D's outputs of the request, until the block ends."""
         held = None if state.prefilled is None else state.prefilled.hand_over
-        async with self._running(node, state) as (call, origin):
+        with self._running(node, state) as (call, origin):
             asked = structs.replace(state.decode_request(), origin=origin)
             async with aclosing(node.worker.generate(asked, call, held)) as outputs:
                 yield outputs
 
-    @asynccontextmanager
-    async def _running(
-        self, node: Node, state: RequestState
-    ) -> AsyncIterator[tuple[Call, RequestOrigin]]:
+    def _accept(
+        self, prefilled: Prefilled, decode: Node, output: GenerateOutput, state: RequestState
+    ) -> None:
+        """D has taken what P prefilled: `output` is its first."""
+        self._pairs.accepted(prefilled.node, decode)
+        if prefilled.part is not None:
+            prefilled.node.on_sign_of_life()
+            prefilled.end_part(None)
+            state.prefilled = replace(prefilled, output=output)
+            self._choice.count_prefill_hit(state)
+
+    @contextmanager
+    def _running(self, node: Node, state: RequestState) -> Iterator[tuple[Call, RequestOrigin]]:
         """One call to `node` until the block ends, with the node's load, health and metric."""
         deadlines = replace(self._deadlines, total_s=state.remaining_s())
         outcome, engine_id = "cancelled", node.info.engine_id
@@ -265,12 +293,12 @@ class PdFlow:
         """Decides what `error` means for `node`, then `engine_id`, and for the next attempt."""
         prefilled = state.prefilled
         if prefilled is not None and isinstance(error, PrefillFailedError):
-            # D only waited for P, so the failure is P's, in its life that had the request.
+            # D only waited for P, whose failure it is.
             node.end(error)
-            node, error = prefilled.node, error.cause
-            engine_id = prefilled.hand_over.engine_id if prefilled.hand_over else engine_id
+            prefilled.end_part(error.cause)
             state.num_attempts -= state.num_prefills_lost == 0
             state.num_prefills_lost += 1
+            return
         if isinstance(error, UnavailableError):
             node.set_problem(str(error))
         if not state.is_late:
@@ -309,6 +337,10 @@ class PdFlow:
         state.sent += output.token_ids
         state.record.observe(output)
         return output
+
+
+def _end_part(prefilled: Prefilled, leg: "asyncio.Future[None]") -> None:
+    prefilled.end_part(asyncio.CancelledError() if leg.cancelled() else leg.exception())
 
 
 def _checked(output: GenerateOutput, node: Node) -> GenerateOutput:

@@ -1,6 +1,7 @@
 """The attempts of one request, and what may be tried next. Pure but for the clock."""
 
 import asyncio
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -25,11 +26,21 @@ INNOCENT_TOKENS: Final = 16
 
 @dataclass(slots=True, frozen=True)
 class Prefilled:
-    """P's one output, and what D takes over; without that the output is the whole answer."""
+    """P's one output, and what D takes over; without that the output is the whole answer.
+
+    `part`: P's share of the request, open where it goes on beside D's; then D brings the output.
+    """
 
     node: Node
     output: GenerateOutput
     hand_over: HandOver | None
+    part: ExitStack | None = None
+
+    def end_part(self, error: BaseException | None) -> None:
+        """P's share is over, by `error` or well; only the first end counts."""
+        if self.part is not None:
+            kind = None if error is None else type(error)
+            self.part.pop_all().__exit__(kind, error, None)
 
 
 @dataclass(slots=True)
@@ -120,6 +131,7 @@ class RequestState:
         """Tells P in the background that nobody will pull what it has computed in this attempt."""
         prefilled, self.prefilled = self.prefilled, None
         if prefilled is not None and (held := prefilled.hand_over) is not None:
+            prefilled.end_part(asyncio.CancelledError())
             prefilled.node.release(held.engine_id, held.request_id)
 
     def note_failure(self, engine_id: str, error: TandemError) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from proxy.backends.http_worker import HttpWorker
+from proxy.backends.sglang import SglangWorker
 from proxy.backends.tandem import TandemNode
 from proxy.backends.vllm import VllmWorker
 from proxy.backends.worker import Backend, Worker, WorkerUrl
@@ -30,4 +31,5 @@ def connect(url: WorkerUrl, options: WorkerOptions, tls: ClientTls | None) -> Wo
     if url.backend is Backend.TANDEM:
         return TandemNode(url.url, token=options.token, tls=tls)
     http = HttpWorker(url.url, api_key=options.api_key, tls=tls)
-    return VllmWorker(http, tokenizer=options.tokenizer, events=options.events.get(url.url.text))
+    kind = VllmWorker if url.backend is Backend.VLLM else SglangWorker
+    return kind(http, tokenizer=options.tokenizer, events=options.events.get(url.url.text))

@@ -43,16 +43,17 @@ class _Said(msgspec.Struct):
 
 
 class _Refusal(msgspec.Struct):
-    """Errors as OpenAI's servers write them, and FastAPI's `detail`."""
+    """Errors as OpenAI's servers write them, SGLang's own `message`, and FastAPI's `detail`."""
 
     error: _Said | str | None = None
+    message: str = ""
     detail: Any = None
 
     @property
     def text(self) -> str:
         if isinstance(self.error, _Said):
             return self.error.message
-        return self.error or (str(self.detail) if self.detail else "")
+        return self.error or self.message or (str(self.detail) if self.detail else "")
 
 
 _REFUSAL = msgspec.json.Decoder(_Refusal)

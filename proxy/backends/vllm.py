@@ -45,7 +45,13 @@ from proxy.backends.openai_completions import (
     prompt_json,
 )
 from proxy.backends.worker import Backend, Call, HandOver, Prefill, prefill_sampling
-from proxy.backends.worker_facts import EventEndpoints, Metrics, model_cards, sources_of
+from proxy.backends.worker_facts import (
+    EventEndpoints,
+    MeasuredRate,
+    Metrics,
+    model_cards,
+    sources_of,
+)
 from serving.rpc.client import StreamDeadlines
 from serving.rpc.messages import KVEventsInfo, KVGroupInfo, NodeInfo
 from serving.rpc.tokenizer_files import ModelFiles, read_model_files
@@ -101,7 +107,7 @@ class VllmWorker:
         self._model = ""
         self._info: NodeInfo | None = None
         self._files: ModelFiles | None = None
-        self._rate = _Rate()
+        self._rate = MeasuredRate()
 
     def encode_prompt(self, request: GenerateRequest) -> bytes:
         return prompt_json(request)
@@ -325,19 +331,3 @@ class _Stream:
         if not (is_unclear and self._waits_for_pull):
             return error
         return KVTransferParamsError(f"nothing came of the prefill: {error}")
-
-
-class _Rate:
-    """Prompt tokens computed per second of prefilling, between two looks at counters."""
-
-    def __init__(self) -> None:
-        self._before = (0.0, 0.0)
-        self._rate = 0.0
-
-    def after(self, num_tokens: float, seconds: float) -> float:
-        """Tokens per second; 0 where nothing was ever computed."""
-        more_tokens, more_s = num_tokens - self._before[0], seconds - self._before[1]
-        if more_tokens > 0 and more_s > 0:
-            self._rate = more_tokens / more_s
-        self._before = num_tokens, seconds
-        return self._rate

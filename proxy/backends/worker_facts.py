@@ -92,6 +92,22 @@ def _samples(page: bytes, names: frozenset[bytes]) -> Iterator[tuple[str, str, f
             yield found[1].decode(), (found[2] or b"").decode(errors="replace"), value
 
 
+class MeasuredRate:
+    """Prompt tokens computed per second of prefilling, between two looks at counters."""
+
+    def __init__(self) -> None:
+        self._before = (0.0, 0.0)
+        self._rate = 0.0
+
+    def after(self, num_tokens: float, seconds: float) -> float:
+        """Tokens per second; 0 where nothing was ever computed."""
+        more_tokens, more_s = num_tokens - self._before[0], seconds - self._before[1]
+        if more_tokens > 0 and more_s > 0:
+            self._rate = more_tokens / more_s
+        self._before = num_tokens, seconds
+        return self._rate
+
+
 def parse_event_endpoints(text: str) -> tuple[str, EventEndpoints]:
     """`http://host:port=tcp://host:port[,tcp://host:port]`: a worker's URL and its endpoints."""
     url, equals, endpoints = text.partition("=")

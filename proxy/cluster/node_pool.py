@@ -193,6 +193,9 @@ class NodePool:
         self._backend = self._backend or backend
         if backend is not self._backend:
             return f"is a {backend} worker where this cluster's are {self._backend}: {NO_MIX}"
+        if node.worker.needs_prefill and info.kind != node.kind:
+            # Whoever has another's name now, or was switched, would keep a request waiting.
+            return f"plays the part {info.kind!r}, and is named as a {node.kind} node"
         model = f"model {info.model_names[0]!r} with {info.vocab_size} tokens"
         # The first answer wins for the life of the proxy, also over nodes that are lost since.
         self._model = self._model or model
