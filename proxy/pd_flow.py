@@ -120,13 +120,13 @@ class PdFlow:
                         yield self._passed_on(prefilled.output, state)
                         return
                     async with self._decoding(decode, state) as outputs:
-                        output = _checked(await anext(outputs), decode)
+                        output = _checked(await anext(outputs), decode, state)
                         state.prompt.drop_digests()
                         if prefilled is not None:
                             self._accept(prefilled, decode, output, state)
                         while output.finish_reason is None:
                             yield self._passed_on(output, state)
-                            output = _checked(await anext(outputs), decode)
+                            output = _checked(await anext(outputs), decode, state)
                     # D has ended the request before the client reads its last output.
                     self._choice.count_decode_hit(output, state)
                     yield self._passed_on(output, state)
@@ -224,7 +224,7 @@ class PdFlow:
                 prefill = await node.worker.prefill(asked, call)
                 leg = None if prefill.hand_over is None else prefill.hand_over.prefill
                 if leg is None:
-                    return Prefilled(node, _checked(prefill.output, node), prefill.hand_over)
+                    return Prefilled(node, _checked(prefill.output, node, state), prefill.hand_over)
                 going_on = Prefilled(node, prefill.output, prefill.hand_over, part.pop_all())
                 # Called before whoever waits for it: P has its blame when another try begins.
                 leg.add_done_callback(partial(_end_part, going_on))
@@ -343,10 +343,15 @@ def _end_part(prefilled: Prefilled, leg: "asyncio.Future[None]") -> None:
     prefilled.end_part(asyncio.CancelledError() if leg.cancelled() else leg.exception())
 
 
-def _checked(output: GenerateOutput, node: Node) -> GenerateOutput:
-    """Notes that `node` is alive. Raises `RequestAbortedError` where it gave the request up."""
+def _checked(output: GenerateOutput, node: Node, state: RequestState) -> GenerateOutput:
+    """Notes that `node` is alive.
+
+    Raises `RequestAbortedError` where it gave the request up, or does not know its end.
+    """
     node.on_sign_of_life()
     if output.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
         reason = output.finish_reason
         raise RequestAbortedError(f"node {node.name} ended the request: {reason}")
+    if len(state.sent) + len(output.token_ids) > state.request.sampling.max_tokens:
+        raise RequestAbortedError(f"node {node.name} sent more tokens than it was asked for")
     return output

@@ -110,16 +110,18 @@ class SglangWorker:
     ) -> AsyncGenerator[GenerateOutput]:
         if hand_over is None or (leg := hand_over.prefill) is None:
             raise UnavailableError(f"worker {self._http.url.text} computes no prompts itself")
-        rid, was_met = hand_over.request_id, False
+        rid, was_met, is_whole = hand_over.request_id, False, False
         try:
             async with aclosing(self._outputs(request, call, hand_over)) as outputs:
                 output = await self._first(outputs, call, leg)
-                was_met = True
+                was_met, is_whole = True, output.finish_reason is not None
                 yield output
                 async for output in outputs:
+                    is_whole = output.finish_reason is not None
                     yield output
         except (GeneratorExit, asyncio.CancelledError, PrefillFailedError, DeadlineExceededError):
-            self._abort_soon(rid)
+            if not is_whole:
+                self._abort_soon(rid)
             raise
         finally:
             asyncio.get_running_loop().call_later(DRAIN_S if was_met else 0.0, leg.cancel)
@@ -203,29 +205,32 @@ class SglangWorker:
     async def _outputs(
         self, request: GenerateRequest, call: Call, hand_over: HandOver
     ) -> AsyncGenerator[GenerateOutput]:
-        """D's outputs, each with a token or the last."""
+        """D's outputs, each with a token, or the last. That waits for the stream's end, so that
+        the connection serves again.
+        """
         params: Mapping[str, Any] = hand_over.params
         body = body_for(
             request, prompt=call.prompt, stream=True, rid=hand_over.request_id, **params
         )
-        answer = Answer(request.sampling)
+        answer, last = Answer(request.sampling), None
         events = self._http.stream(
             PATH, body, request_id=request.request_id, deadlines=call.deadlines
         )
         async with aclosing(events):
             async for data in events:
                 for event in data:
-                    if event == DONE:
+                    if event == DONE or last is not None:
                         continue
                     output = answer.output_of(chunk_of(event))
                     if output.finish_reason is not None:
-                        # D waits for P's keys, and cannot do without.
-                        pulled = KVTransferStats(prefill_cached_tokens=output.num_cached_tokens)
-                        yield msgspec.structs.replace(output, kv_transfer=pulled)
-                        return
-                    if output.token_ids:
+                        last = output
+                    elif output.token_ids:
                         yield output
-        raise NodeLostError(f"worker {self._http.url.text} broke its answer off")
+        if last is None:
+            raise NodeLostError(f"worker {self._http.url.text} broke its answer off")
+        # D waits for P's keys, and cannot do without.
+        pulled = KVTransferStats(prefill_cached_tokens=last.num_cached_tokens)
+        yield msgspec.structs.replace(last, kv_transfer=pulled)
 
     async def _first(
         self,
