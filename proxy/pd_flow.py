@@ -206,7 +206,8 @@ class PdFlow:
             except TandemError as error:
                 # A prompt that is wrong for P, longer than its context say, may be right for D.
                 state.use_prefill = not is_client_fault(error)
-                if is_final(error) or state.is_lost_too_often:
+                is_wrong = decode.worker.needs_prefill and not state.use_prefill
+                if is_final(error) or is_wrong or state.is_lost_too_often:
                     raise
         prefilled = state.prefilled
         is_needed = prefilled is None or prefilled.hand_over is not None

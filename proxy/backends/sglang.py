@@ -77,6 +77,7 @@ class SglangWorker:
         self._files: ModelFiles | None = None
         self._rate = MeasuredRate()
         self._bootstrap_port = BOOTSTRAP_PORT
+        self._mode, self._num_switches = "", 0
         self._legs: dict[str, asyncio.Task[None]] = {}
         self._aborts: set[asyncio.Task[None]] = set()
 
@@ -139,7 +140,7 @@ class SglangWorker:
                 f"/server_info answers {info_status}: is --backend-api-key right?"
             )
         server = told(body, ServerInfo, "/server_info")
-        engine_id = f"{self._http.url.text}#{server.life}"
+        engine_id = f"{self._http.url.text}#{server.life}.{self._count_switches(server.mode)}"
         if status != 200:
             return self._away(engine_id, f"/ready answers {status}")
         if server.disaggregation_transfer_backend == FAKE_TRANSFER:
@@ -286,6 +287,12 @@ class SglangWorker:
             kv_events=server.events_at(self._http.url, self._given_events, identity),
             model_identity=identity,
         )
+
+    def _count_switches(self, mode: str) -> int:
+        """How often it has changed its part, each time for another life."""
+        self._num_switches += self._mode not in ("", mode)
+        self._mode = mode
+        return self._num_switches
 
     def _with_load(self, info: NodeInfo, loads: Loads) -> NodeInfo:
         computed = loads.total("total_prefill_uncached_tokens")

@@ -59,8 +59,8 @@ class ServerInfo(msgspec.Struct):
 
     @property
     def life(self) -> str:
-        """Another text in each life, and in each part."""
-        parts = [self.mode, self.random_seed, self.startup_time]
+        """Another text in each life."""
+        parts = [self.random_seed, self.startup_time]
         return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()[:16]
 
     def events_at(

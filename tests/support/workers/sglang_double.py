@@ -6,13 +6,13 @@ ends shows as a hang. P answers when D has come to the room.
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from typing import Any
 
 from aiohttp import web
 
-from tests.support.workers.worker_double import Asked, WorkerDouble, answer_to, json_reply
+from tests.support.workers.worker_double import Asked, Page, WorkerDouble, answer_to, json_reply
 
 ROOM_KEYS = ("bootstrap_host", "bootstrap_port", "bootstrap_room")
 
@@ -42,7 +42,7 @@ class SglangDouble(WorkerDouble):
     backend = "sglang"
     path = "/generate"
 
-    def pages(self) -> dict[str, Callable[[web.Request], Any]]:
+    def pages(self) -> dict[str, Page]:
         return {
             "/ready": self._ready,
             "/health": self._health,
@@ -83,6 +83,7 @@ class SglangDouble(WorkerDouble):
         self.news.set()
         if not asked.is_canary and (fault := self._fault_at(0)) is not None:
             room.prefilled.clear()
+            await asyncio.sleep(self.lingers_s)
             await self._fail(fault)
         if await self._is_aborted(asked, rid, room.taken):
             return json_reply(_abort("Abort in waiting queue"))

@@ -6,7 +6,7 @@ the answer on a hybrid model; an engine that has died answers 500 until its port
 """
 
 import json
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ from aiohttp import web
 from tests.support.workers.worker_double import (
     VOCAB_SIZE,
     Asked,
+    Page,
     WorkerDouble,
     answer_to,
     json_reply,
@@ -38,7 +39,7 @@ class VllmDouble(WorkerDouble):
     backend = "vllm"
     path = "/v1/completions"
 
-    def pages(self) -> dict[str, Callable[[web.Request], Any]]:
+    def pages(self) -> dict[str, Page]:
         return {
             "/health": self._health,
             "/metrics": self._metrics,

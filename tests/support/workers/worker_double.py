@@ -5,7 +5,7 @@ A double follows its engine's contract, and writes down whoever breaks it.
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +21,9 @@ OWN_WORDS = "the worker's own words"
 BEFORE_HEADERS = -1
 APART_S = 0.01
 """Between tokens and a fault, so that they do not arrive as one."""
+
+
+Page = Callable[[web.Request], Awaitable[web.Response]]
 
 
 def next_token(tokens: Sequence[int]) -> int:
@@ -98,6 +101,7 @@ class WorkerDouble:
     open: set[Asked] = field(default_factory=set)
     violations: list[str] = field(default_factory=list)
     reset: int = 0
+    page: bytes | None = None
     port: int = 0
     _runner: web.AppRunner | None = None
 
@@ -117,7 +121,7 @@ class WorkerDouble:
         app = web.Application(client_max_size=2**26)
         app.router.add_post(self.path, self._serve)
         for path, handle in self.pages().items():
-            app.router.add_route("*", path, handle)
+            app.router.add_route("*", path, self._page(handle))
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", self.port, reuse_address=True)
@@ -129,7 +133,7 @@ class WorkerDouble:
             await self._runner.cleanup()
             self._runner = None
 
-    def pages(self) -> dict[str, Callable[[web.Request], Any]]:
+    def pages(self) -> dict[str, Page]:
         raise NotImplementedError
 
     async def answer(self, asked: Asked, request: web.Request) -> web.StreamResponse:
@@ -141,6 +145,16 @@ class WorkerDouble:
     def expect(self, holds: bool, words: str) -> None:
         if not holds:
             self.violations.append(f"{self.kind}: {words}")
+
+    def _page(self, handle: Page) -> Page:
+        """A page, or `page` instead of each."""
+
+        async def show(request: web.Request) -> web.Response:
+            if self.page is not None:
+                return web.Response(body=self.page)
+            return await handle(request)
+
+        return show
 
     async def _serve(self, request: web.Request) -> web.StreamResponse:
         asked = Asked(request.headers.copy(), json.loads(await request.read()))
