@@ -123,7 +123,7 @@ class PdFlow:
                         output = _checked(await anext(outputs), decode, state)
                         state.prompt.drop_digests()
                         if prefilled is not None:
-                            self._accept(prefilled, decode, output, state)
+                            self._accept(prefilled, decode, output, state=state)
                         while output.finish_reason is None:
                             yield self._passed_on(output, state)
                             output = _checked(await anext(outputs), decode, state)
@@ -223,12 +223,12 @@ class PdFlow:
                 call, origin = part.enter_context(self._running(node, state))
                 asked = structs.replace(request, origin=origin)
                 prefill = await node.worker.prefill(asked, call)
-                leg = None if prefill.hand_over is None else prefill.hand_over.prefill
-                if leg is None:
+                remote = None if prefill.hand_over is None else prefill.hand_over.prefill
+                if remote is None:
                     return Prefilled(node, _checked(prefill.output, node, state), prefill.hand_over)
                 going_on = Prefilled(node, prefill.output, prefill.hand_over, part.pop_all())
                 # Called before whoever waits for it: P has its blame when another try begins.
-                leg.add_done_callback(partial(_end_part, going_on))
+                remote.add_done_callback(partial(_end_part, going_on))
                 return going_on
         except (asyncio.CancelledError, DeadlineExceededError):
             # P may finish the prefill, and nobody has heard P's id of it. P knows ours too.
@@ -247,7 +247,7 @@ class PdFlow:
                 yield outputs
 
     def _accept(
-        self, prefilled: Prefilled, decode: Node, output: GenerateOutput, state: RequestState
+        self, prefilled: Prefilled, decode: Node, output: GenerateOutput, *, state: RequestState
     ) -> None:
         """D has taken what P prefilled: `output` is its first."""
         self._pairs.accepted(prefilled.node, decode)
@@ -340,8 +340,8 @@ class PdFlow:
         return output
 
 
-def _end_part(prefilled: Prefilled, leg: "asyncio.Future[None]") -> None:
-    prefilled.end_part(asyncio.CancelledError() if leg.cancelled() else leg.exception())
+def _end_part(prefilled: Prefilled, remote: "asyncio.Future[None]") -> None:
+    prefilled.end_part(asyncio.CancelledError() if remote.cancelled() else remote.exception())
 
 
 def _checked(output: GenerateOutput, node: Node, state: RequestState) -> GenerateOutput:

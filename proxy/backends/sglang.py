@@ -6,7 +6,7 @@ P and D get one request at once, and meet in a room of P's bootstrap server:
       └─────/generate, room──▶ D   waits for the room, up to 1800 s ▼──▶ tokens
 
 D does not hear of a P that has failed, so that the proxy watches P's answer until D's first token,
-and ends D's request when P's fails (sglang #24159, #29017). A leg that nobody wants any more is
+and ends D's request when P's fails (sglang #24159, #29017). A part that nobody wants any more is
 aborted by its `rid`: of a closed connection the server hears seconds later.
 
 A rid begins with its room, in 16 hex digits: SGLang aborts all whose rid begins with the given
@@ -34,7 +34,7 @@ from proxy.backends.http_worker import HttpWorker
 from proxy.backends.sglang_facts import FAKE_TRANSFER, Loads, ModelInfo, ServerInfo, told
 from proxy.backends.sglang_generate import Answer, body_for, chunk_of, prompt_json
 from proxy.backends.worker import Backend, Call, HandOver, Prefill, PrefillFailedError
-from proxy.backends.worker_facts import EventEndpoints, MeasuredRate, model_cards
+from proxy.backends.worker_facts import CounterRate, EventEndpoints, model_cards
 from serving.rpc.client import StreamDeadlines
 from serving.rpc.messages import NodeInfo
 from serving.rpc.tokenizer_files import ModelFiles, read_model_files
@@ -42,15 +42,14 @@ from serving.rpc.tokenizer_files import ModelFiles, read_model_files
 log = structlog.get_logger()
 
 PATH: Final = "/generate"
-DONE: Final = b"[DONE]"
 BOOTSTRAP_PORT: Final = 8998
 """SGLang's default."""
 ROOM_BITS: Final = 63
 DRAIN_S: Final = 5.0
 """P's answer comes a moment after D's first token, which needed all of P's work."""
-BLAME_S: Final = 0.5
+P_ERROR_WAIT_S: Final = 0.5
 """D may hear of P's failure a moment before the proxy does."""
-BLAMES: Final = ("transfer failed", "handshake failed", "KVTransferError")
+TRANSFER_ERRORS: Final = ("transfer failed", "handshake failed", "KVTransferError")
 """D's words where P may be the cause."""
 ABORT_S: Final = 2.0
 MAX_ABORTS: Final = 256
@@ -58,9 +57,9 @@ UNKNOWN: Final = NodeInfo(engine_id="", kind="", model_names=(), max_model_len=0
 
 
 class SglangWorker:
-    """A `Worker`, over `http`, which it closes. Owns the legs that run on it as P, until `close`.
+    """A `Worker`, over `http`, which it closes.
 
-    `tokenizer`: the folder or hub name of its model, None for the one that it names. `events`:
+    Owns the prefills that run on it as P, until `close`. `tokenizer`: the folder or hub name of its model, None for the one that it names. `events`:
     where it publishes KV events, None to ask it.
     """
 
@@ -75,10 +74,10 @@ class SglangWorker:
         self._given_events = events
         self._info: NodeInfo | None = None
         self._files: ModelFiles | None = None
-        self._rate = MeasuredRate()
+        self._rate = CounterRate()
         self._bootstrap_port = BOOTSTRAP_PORT
         self._mode, self._num_switches = "", 0
-        self._legs: dict[str, asyncio.Task[None]] = {}
+        self._prefills: dict[str, asyncio.Task[None]] = {}
         self._aborts: set[asyncio.Task[None]] = set()
 
     def encode_prompt(self, request: GenerateRequest) -> bytes:
@@ -101,20 +100,23 @@ class SglangWorker:
             "bootstrap_room": room,
         }
         body = body_for(request, prompt=call.prompt, stream=False, rid=rid, **params)
-        leg = asyncio.create_task(self._leg(rid, body, request.request_id, call.deadlines))
-        self._legs[rid] = leg
-        leg.add_done_callback(partial(self._on_end_of_leg, rid))
-        return Prefill(GenerateOutput(), HandOver(self._engine_id, rid, params, prefill=leg))
+        prefill = asyncio.create_task(
+            self._run(rid, body, request_id=request.request_id, deadlines=call.deadlines)
+        )
+        # Owned here, since whoever waits for it may leave.
+        self._prefills[rid] = prefill
+        prefill.add_done_callback(partial(self._on_end, rid))
+        return Prefill(GenerateOutput(), HandOver(self._engine_id, rid, params, prefill=prefill))
 
     async def generate(
         self, request: GenerateRequest, call: Call, hand_over: HandOver | None = None
     ) -> AsyncGenerator[GenerateOutput]:
-        if hand_over is None or (leg := hand_over.prefill) is None:
+        if hand_over is None or (prefill := hand_over.prefill) is None:
             raise UnavailableError(f"worker {self._http.url.text} computes no prompts itself")
         rid, was_met, is_whole = hand_over.request_id, False, False
         try:
             async with aclosing(self._outputs(request, call, hand_over)) as outputs:
-                output = await self._first(outputs, call, leg)
+                output = await self._first(outputs, call, prefill)
                 was_met, is_whole = True, output.finish_reason is not None
                 yield output
                 async for output in outputs:
@@ -125,7 +127,7 @@ class SglangWorker:
                 self._abort_soon(rid)
             raise
         finally:
-            asyncio.get_running_loop().call_later(DRAIN_S if was_met else 0.0, leg.cancel)
+            asyncio.get_running_loop().call_later(DRAIN_S if was_met else 0.0, prefill.cancel)
 
     async def describe(self, timeout_s: float, *, is_lost: bool) -> NodeInfo:
         ask = partial(self._http.get, timeout_s=timeout_s)
@@ -168,17 +170,17 @@ class SglangWorker:
 
     async def release(self, engine_id: str, request_id: str, timeout_s: float) -> None:
         """Ends P's part of a hand-over, which P hears of at once."""
-        if (leg := self._legs.get(request_id)) is not None:
-            leg.cancel()
+        if (prefill := self._prefills.get(request_id)) is not None:
+            prefill.cancel()
 
     def cut_off(self) -> None:
         self._http.cut_off()
 
     async def close(self) -> None:
-        legs = list(self._legs.values())
-        for leg in legs:
-            leg.cancel()
-        await asyncio.gather(*legs, return_exceptions=True)
+        prefills = list(self._prefills.values())
+        for prefill in prefills:
+            prefill.cancel()
+        await asyncio.gather(*prefills, return_exceptions=True)
         await asyncio.gather(*self._aborts)
         await self._http.close()
 
@@ -186,8 +188,8 @@ class SglangWorker:
     def _engine_id(self) -> str:
         return "" if self._info is None else self._info.engine_id
 
-    async def _leg(
-        self, rid: str, body: bytes, request_id: str, deadlines: StreamDeadlines
+    async def _run(
+        self, rid: str, body: bytes, *, request_id: str, deadlines: StreamDeadlines
     ) -> None:
         """P's part of one request: its answer says only that it has done it."""
         try:
@@ -198,36 +200,31 @@ class SglangWorker:
         if (failure := chunk_of(answer).failure) is not None:
             raise failure
 
-    def _on_end_of_leg(self, rid: str, leg: asyncio.Task[None]) -> None:
-        del self._legs[rid]
-        if not leg.cancelled():
-            leg.exception()  # D's side tells it; nobody else has to.
+    def _on_end(self, rid: str, prefill: asyncio.Task[None]) -> None:
+        del self._prefills[rid]
+        if not prefill.cancelled():
+            prefill.exception()  # D's side tells it; nobody else has to.
 
     async def _outputs(
         self, request: GenerateRequest, call: Call, hand_over: HandOver
     ) -> AsyncGenerator[GenerateOutput]:
-        """D's outputs, each with a token, or the last. That waits for the stream's end, so that
-        the connection serves again.
+        """D's outputs, each with a token, or the last.
+
+        That waits for the stream's end, so that the connection serves again.
         """
         params: Mapping[str, Any] = hand_over.params
         body = body_for(
             request, prompt=call.prompt, stream=True, rid=hand_over.request_id, **params
         )
-        answer, last = Answer(request.sampling), None
+        answer = Answer(request.sampling)
         events = self._http.stream(
             PATH, body, request_id=request.request_id, deadlines=call.deadlines
         )
         async with aclosing(events):
             async for data in events:
-                for event in data:
-                    if event == DONE or last is not None:
-                        continue
-                    output = answer.output_of(chunk_of(event))
-                    if output.finish_reason is not None:
-                        last = output
-                    elif output.token_ids:
-                        yield output
-        if last is None:
+                for output in answer.outputs_of(data):
+                    yield output
+        if (last := answer.last) is None:
             raise NodeLostError(f"worker {self._http.url.text} broke its answer off")
         # D waits for P's keys, and cannot do without.
         pulled = KVTransferStats(prefill_cached_tokens=last.num_cached_tokens)
@@ -237,7 +234,7 @@ class SglangWorker:
         self,
         outputs: AsyncGenerator[GenerateOutput],
         call: Call,
-        leg: "asyncio.Future[None]",
+        prefill: "asyncio.Future[None]",
     ) -> GenerateOutput:
         """D's first output. Raises PrefillFailedError where P's part fails first.
 
@@ -245,21 +242,22 @@ class SglangWorker:
         """
         end = asyncio.get_running_loop().time() + call.deadlines.first_output_s
         asking = asyncio.create_task(_next(outputs))
-        legs: set[asyncio.Future[Any]] = {asking, leg}
+        both: set[asyncio.Future[Any]] = {asking, prefill}
         try:
-            await asyncio.wait(legs, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+            # Where both have ended, D has its token, or an error of its own.
             if not asking.done():
-                _raise_failure_of(leg)
+                _raise_failure_of(prefill)
             return await asking
         except DeadlineExceededError as error:
-            if not leg.done() and asyncio.get_running_loop().time() >= end:
+            if not prefill.done() and asyncio.get_running_loop().time() >= end:
                 raise PrefillFailedError(error) from error
-            _raise_failure_of(leg)
+            _raise_failure_of(prefill)
             raise
         except TandemError as error:
-            if any(words in str(error) for words in BLAMES):
-                await asyncio.wait({leg}, timeout=BLAME_S)
-                _raise_failure_of(leg)
+            if any(words in str(error) for words in TRANSFER_ERRORS):
+                await asyncio.wait({prefill}, timeout=P_ERROR_WAIT_S)
+                _raise_failure_of(prefill)
             raise
         finally:
             if not asking.done():
@@ -331,13 +329,13 @@ async def _next(outputs: AsyncGenerator[GenerateOutput]) -> GenerateOutput:
     return await anext(outputs)
 
 
-def _raise_failure_of(leg: "asyncio.Future[None]") -> None:
-    """Raises PrefillFailedError for a leg that is over and has failed."""
-    if not leg.done():
+def _raise_failure_of(prefill: "asyncio.Future[None]") -> None:
+    """Raises PrefillFailedError for one that is over and has failed."""
+    if not prefill.done():
         return
-    if leg.cancelled():
+    if prefill.cancelled():
         raise PrefillFailedError(UnavailableError("it was given up"))
-    error = leg.exception()
+    error = prefill.exception()
     if isinstance(error, TandemError):
         raise PrefillFailedError(error) from error
     if error is not None:

@@ -41,7 +41,7 @@ class _State(msgspec.Struct):
 
 
 class ServerInfo(msgspec.Struct):
-    """What matters of /server_info. `startup_time`: seconds of phases, measured in each life."""
+    """Parts of /server_info. `startup_time`: seconds of phases, measured in each life."""
 
     disaggregation_mode: str = "null"
     disaggregation_bootstrap_port: Port | None = None
@@ -89,7 +89,7 @@ class ServerInfo(msgspec.Struct):
 
 
 class ModelInfo(msgspec.Struct):
-    """What matters of /model_info."""
+    """Parts of /model_info."""
 
     model_path: str
     tokenizer_path: str | None = None

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Iterator
 from typing import Any, Final
 
 import msgspec
@@ -17,6 +18,7 @@ from engine.types import (
 )
 from proxy.backends.http_worker import error_of
 
+DONE: Final = b"[DONE]"
 MAX_REPETITION_PENALTY: Final = 2.0
 """SGLang's own bound."""
 _REASONS: Final = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
@@ -78,11 +80,23 @@ class Answer:
     """The outputs of one streamed answer, out of chunks that repeat it all or are only new."""
 
     def __init__(self, sampling: SamplingParams) -> None:
+        self.last: GenerateOutput | None = None
         self._sampling = sampling
         self._num_seen = 0
 
-    def output_of(self, chunk: Chunk) -> GenerateOutput:
-        """What is new. Raises for an error, and RequestAbortedError for what makes no sense."""
+    def outputs_of(self, data: list[bytes]) -> Iterator[GenerateOutput]:
+        """Outputs with tokens, of events that came together; the last one is kept in `last`."""
+        for event in data:
+            if event == DONE or self.last is not None:
+                continue
+            output = self._output_of(chunk_of(event))
+            if output.finish_reason is not None:
+                self.last = output
+            elif output.token_ids:
+                yield output
+
+    def _output_of(self, chunk: Chunk) -> GenerateOutput:
+        """The new part. Raises for an error, and RequestAbortedError for what makes no sense."""
         if (failure := chunk.failure) is not None:
             raise failure
         if (meta := chunk.meta_info) is None:

@@ -46,8 +46,8 @@ from proxy.backends.openai_completions import (
 )
 from proxy.backends.worker import Backend, Call, HandOver, Prefill, prefill_sampling
 from proxy.backends.worker_facts import (
+    CounterRate,
     EventEndpoints,
-    MeasuredRate,
     Metrics,
     model_cards,
     sources_of,
@@ -107,7 +107,7 @@ class VllmWorker:
         self._model = ""
         self._info: NodeInfo | None = None
         self._files: ModelFiles | None = None
-        self._rate = MeasuredRate()
+        self._rate = CounterRate()
 
     def encode_prompt(self, request: GenerateRequest) -> bytes:
         return prompt_json(request)

@@ -92,7 +92,7 @@ def _samples(page: bytes, names: frozenset[bytes]) -> Iterator[tuple[str, str, f
             yield found[1].decode(), (found[2] or b"").decode(errors="replace"), value
 
 
-class MeasuredRate:
+class CounterRate:
     """Prompt tokens computed per second of prefilling, between two looks at counters."""
 
     def __init__(self) -> None:

@@ -81,7 +81,7 @@ class Foreign:
         await until(has_problem)
 
     async def nodes(self) -> list[dict[str, Any]]:
-        """Those of the status page."""
+        """All that the status page has."""
         told = msgspec.json.decode((await fetch(f"{self.base}/status"))[1])
         return list(told["nodes"])
 

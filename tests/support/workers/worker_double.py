@@ -1,4 +1,4 @@
-"""What doubles of other engines' workers have in common: a port, scripted faults, records.
+"""The base of doubles of other engines' workers: a port, scripted faults, records.
 
 A double follows its engine's contract, and writes down whoever breaks it.
 """
@@ -32,7 +32,7 @@ def next_token(tokens: Sequence[int]) -> int:
 
 
 def answer_to(prompt: Sequence[int], count: int) -> list[int]:
-    """What every double answers."""
+    """The tokens that every double answers."""
     tokens = list(prompt)
     for _ in range(count):
         tokens.append(next_token(tokens))
@@ -114,7 +114,7 @@ class WorkerDouble:
 
     @property
     def requests(self) -> list[Asked]:
-        """Those of clients."""
+        """Requests of clients, without canaries."""
         return [it for it in self.asked if not it.is_canary]
 
     async def start(self) -> None:
