@@ -59,8 +59,8 @@ UNKNOWN: Final = NodeInfo(engine_id="", kind="", model_names=(), max_model_len=0
 class SglangWorker:
     """A `Worker`, over `http`, which it closes.
 
-    Owns the prefills that run on it as P, until `close`. `tokenizer`: the folder or hub name of its model, None for the one that it names. `events`:
-    where it publishes KV events, None to ask it.
+    Owns the prefills that run on it as P, until `close`. `tokenizer`: the folder or hub name of its
+    model, None for the one that it names. `events`: where it publishes KV events, None to ask it.
     """
 
     backend = Backend.SGLANG
