@@ -14,7 +14,7 @@ from engine.errors import UnavailableError
 from engine.types import Port
 from proxy.backends.worker_facts import EventEndpoints, told_endpoints
 from serving.rpc.address import join_host_port
-from serving.rpc.messages import ForeignEventsInfo, KVGroupInfo
+from serving.rpc.messages import KVEventsInfo, KVGroupInfo
 from serving.rpc.node_http import NodeUrl
 
 log = structlog.get_logger()
@@ -65,7 +65,7 @@ class ServerInfo(msgspec.Struct):
 
     def events_at(
         self, url: NodeUrl, given: EventEndpoints | None, model: str
-    ) -> ForeignEventsInfo | None:
+    ) -> KVEventsInfo | None:
         """Where the worker at `url` tells of its cache; None where it does not.
 
         States of Mamba layers are not in its events.
@@ -77,7 +77,7 @@ class ServerInfo(msgspec.Struct):
             log.warning("events of data-parallel ranks are not read", node=url.text)
             return None
         endpoints = given or _endpoints(url, told)
-        return ForeignEventsInfo(
+        return KVEventsInfo(
             publisher="sglang",
             endpoint=endpoints.endpoint,
             replay_endpoint=endpoints.replay_endpoint,
@@ -136,4 +136,4 @@ def _endpoints(url: NodeUrl, told: _KVEvents) -> EventEndpoints:
         for port in (told.endpoint_port_base, told.replay_endpoint_port_base)
     )
     assert endpoint is not None
-    return told_endpoints(url, endpoint, replay, told.topic)
+    return told_endpoints(url, endpoint, replay=replay, topic=told.topic)

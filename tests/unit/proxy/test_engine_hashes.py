@@ -490,11 +490,11 @@ def test_an_engine_is_followed_and_forgotten_by_what_it_says_of_itself() -> None
                 break
             time.sleep(0.02)
         assert index.hits(prompt_of(("s", TEXT[1]))) == {"e": NodeHit(16, 16)}
-        assert sources.num_unplaced() == {"e": 0}  # two of them still wait
+        assert sources.stats()["e"].num_unplaced == 0  # two of them still wait
         sources.follow("e", replace(info, engine_id="e-2"))
         assert (index.num_entries, lost) == ({"e": 0}, ["e"])
         sources.forget("e")
-        assert (index.num_entries, sources.num_unplaced()) == ({}, {})
+        assert (index.num_entries, sources.stats()) == ({}, {})
     finally:
         sources.close()
         engine.close()
