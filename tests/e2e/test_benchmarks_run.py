@@ -35,6 +35,7 @@ SCRIPTS = {
     "policies": ("cache", "policies"),
     "prefill_length": ("engine.prefill_length",),
     "proxy_cost": ("serving.proxy_cost",),
+    "proxy_cost_vllm": ("serving.proxy_cost", "--backend", "vllm"),
     "replay": ("serving.replay", "G1"),
     "routing": ("cache.routing",),
     "routing_cost": ("cache.routing_cost",),

@@ -1,16 +1,20 @@
 """`python -m benchmarks.serving.proxy_cost`: what the proxy takes of a core.
 
-Three processes: the proxy with one P and one D, a pass-through that is as small as one can be
-(`pass_through.py`), and what both forward to (`upstream.py`), where nothing is computed. The same
-client asks both in turn. Counted are user and system seconds of the proxy's, or the pass-through's,
-own process with all its threads; not those of client, nodes and upstream.
+The proxy with one P and one D, a pass-through that is as small as one can be (`pass_through.py`),
+and what both forward to, where nothing is computed: nodes of this project (`upstream.py`), or
+workers that speak vLLM's HTTP API (`--backend vllm`, `vllm_worker.py`). There vLLM's toy proxy may
+stand beside them (`--toy-proxy`). The same client asks all in turn. Counted are user and system
+seconds of each one's own process with all its threads; not those of client, nodes and workers.
 """
 
 import os
-import tempfile
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from urllib.request import urlopen
+from tempfile import TemporaryDirectory
+from typing import Annotated
 
 import msgspec
 import typer
@@ -21,112 +25,136 @@ from benchmarks.serving.proxy_cost.load import (
     micros_per_request,
     micros_per_token,
 )
+from benchmarks.serving.proxy_cost.sides import (
+    TOY,
+    Sides,
+    before_nodes,
+    before_vllm_workers,
+)
 from benchmarks.support import machine, report
 from benchmarks.support.pairs import Spread, alternate, turns
 from benchmarks.support.plots import grouped_bars
-from benchmarks.support.processes import Server, processes
+from benchmarks.support.toy_proxy import ToyProxy
 
-SECONDS = (180, 25)
-ROUNDS, QUICK_ROUNDS = 7, 1
-REQUESTS, QUICK_REQUESTS = 200, 20
-STREAMS, QUICK_STREAMS = 64, 16
-TOKENS, QUICK_TOKENS = 128, 48
-BOUNDS = (3.0, 2.0)
-ANSWER_S = 10.0
-HEADERS = ("what", "proxy, us", "pass-through, us", "ratio", "at most")
+ROUNDS = (7, 1)
+REQUESTS = (200, 20)
+STREAMS = (64, 16)
+TOKENS = (128, 48)
+
+
+class Backend(StrEnum):
+    """Whose workers are behind the proxy."""
+
+    TANDEM = "tandem"
+    VLLM = "vllm"
+
+
+NAMES = {Backend.TANDEM: "proxy_cost", Backend.VLLM: "proxy_cost_vllm"}
+# Seconds, whole and in the quick form, and the ratios to the pass-through that are wanted.
+SECONDS = {Backend.TANDEM: (180, 25), Backend.VLLM: (300, 40)}
+BOUNDS = {Backend.TANDEM: (3.0, 2.0), Backend.VLLM: None}
 
 
 class Case(msgspec.Struct, frozen=True):
-    """CPU microseconds of both sides by round, and the highest ratio that is wanted."""
+    """CPU microseconds by side and round."""
 
     name: str
-    proxy: list[float]
-    pass_through: list[float]
-    bound: float
+    taken: dict[str, list[float]]
 
-    def ratio(self) -> Spread:
-        return Spread.of_ratio(self.proxy, self.pass_through)
+    @property
+    def ratios(self) -> dict[str, Spread]:
+        """The proxy's to those of each other side."""
+        proxy, *others = self.taken
+        return {it: Spread.of_ratio(self.taken[proxy], self.taken[it]) for it in others}
 
-    def row(self) -> list[str]:
-        """One line of the table."""
-        sides = (Spread.of(self.proxy), Spread.of(self.pass_through))
-        missed = " (missed)" if self.ratio().median > self.bound else ""
+    def row(self, bound: float | None) -> list[str]:
+        """One line of the table. `bound`: the highest ratio to the last side that is wanted."""
+        *_, last = self.ratios.values()
+        missed = " (missed)" if bound is not None and last.median > bound else ""
         return [
             self.name,
-            *(side.show(0) for side in sides),
-            self.ratio().show(),
-            f"{self.bound:g}{missed}",
+            *(Spread.of(it).show(0) for it in self.taken.values()),
+            *(ratio.show() for ratio in self.ratios.values()),
+            *([] if bound is None else [f"{bound:g}{missed}"]),
         ]
 
 
 def main(
     *,
+    backend: Annotated[
+        Backend, typer.Option(help="Whose workers are behind the proxy.")
+    ] = Backend.TANDEM,
+    toy_proxy: Annotated[
+        Path | None, typer.Option(help="vllm: the file of vLLM's toy proxy. [it is left out]")
+    ] = None,
+    toy_python: Annotated[Path, typer.Option(help="The Python that runs it.")] = Path("python3"),
     target: report.OwnServers = "",
     quick: report.Quick = False,
     out: report.Out = report.RESULTS,
 ) -> None:
     """CPU of a request with 8,192 token ids, and of a token of one of 64 streams."""
-    found = report.Report("proxy_cost", out, SECONDS, cpu="all", quick=quick)
-    rounds = QUICK_ROUNDS if quick else ROUNDS
-    num_requests = QUICK_REQUESTS if quick else REQUESTS
-    num_streams, num_tokens = (QUICK_STREAMS, QUICK_TOKENS) if quick else (STREAMS, TOKENS)
-    works = {
-        "request of 8,192 token ids": partial(micros_per_request, num_requests=num_requests),
-        f"token of {num_streams} streams": partial(
-            micros_per_token, num_streams=num_streams, num_each=num_tokens
+    found = report.Report(NAMES[backend], out, SECONDS[backend], cpu="all", quick=quick)
+    toy = None if toy_proxy is None else ToyProxy(toy_python, toy_proxy)
+    works = _works(quick=quick)
+    with TemporaryDirectory() as folder, _sides(backend, Path(folder), toy) as sides:
+        num_ways = len(works) * len(sides.targets) + (sides.decode is not None)
+        with report.progress(found.console, num_ways * turns(ROUNDS[quick])) as describe:
+            cases = []
+            # The time that is left is shared with gRPC alone, which comes last.
+            for left, (name, work) in zip((3, 2), works.items(), strict=True):
+                ways = {side: partial(work, it) for side, it in sides.targets.items()}
+                until, done = found.share(left), describe(name)
+                taken = alternate(ways, ROUNDS[quick], until=until, done=done)
+                cases.append(Case(name, taken))
+            messages = []
+            if sides.decode is not None:
+                alone = partial(micros_per_message, sides.decode, STREAMS[False], TOKENS[quick])
+                until, done = found.share(1), describe("gRPC alone")
+                messages = alternate({"": alone}, ROUNDS[quick], until=until, done=done)[""]
+    _publish(found, cases, messages, backend=backend, rounds=ROUNDS[quick])
+
+
+def _works(*, quick: bool) -> dict[str, Callable[[Target], float]]:
+    """CPU microseconds of a side, by the name of the case."""
+    return {
+        "request of 8,192 token ids": partial(micros_per_request, num_requests=REQUESTS[quick]),
+        f"token of {STREAMS[quick]} streams": partial(
+            micros_per_token, num_streams=STREAMS[quick], num_each=TOKENS[quick]
         ),
     }
-    cases = []
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        processes(Path(folder), ("benchmarks.serving.proxy_cost.upstream",)) as (upstream,),
-    ):
-        nodes = _nodes(upstream.url())
-        commands = _commands(upstream.url(), nodes)
-        with (
-            processes(Path(folder), *commands) as servers,
-            report.progress(found.console, (2 * len(works) + 1) * turns(rounds)) as describe,
-        ):
-            targets = dict(zip(("proxy", "pass-through"), map(_target, servers), strict=True))
-            # The time that is left is shared with gRPC alone, which comes last.
-            for left, bound, (name, work) in zip((3, 2), BOUNDS, works.items(), strict=True):
-                ways = {side: partial(work, target) for side, target in targets.items()}
-                taken = alternate(ways, rounds, until=found.share(left), done=describe(name))
-                cases.append(Case(name, taken["proxy"], taken["pass-through"], bound))
-            alone = partial(micros_per_message, nodes["decode"].removeprefix("grpc://"))
-            done = describe("gRPC alone")
-            messages = alternate(
-                {"": partial(alone, STREAMS, num_tokens)}, rounds, until=found.share(1), done=done
-            )[""]
+
+
+def _sides(backend: Backend, folder: Path, toy: ToyProxy | None) -> AbstractContextManager[Sides]:
+    if backend is Backend.VLLM:
+        return before_vllm_workers(folder, toy)
+    return before_nodes(folder)
+
+
+def _publish(
+    found: report.Report,
+    cases: list[Case],
+    messages: list[float],
+    *,
+    backend: Backend,
+    rounds: int,
+) -> None:
+    bounds = BOUNDS[backend]
+    headers = ["what", *(f"{side}, us" for side in cases[0].taken)]
+    headers += [f"/ {side}" for side in cases[0].ratios]
+    headers += ["at most"] if bounds else []
+    rows = [case.row(bound) for case, bound in zip(cases, bounds or (None, None), strict=True)]
     note = f"at most {rounds} rounds; {machine.describe(found.host)}"
-    rows = [case.row() for case in cases]
-    found.publish("CPU of the proxy", headers=HEADERS, rows=rows, note=note)
-    alone_row = [f"token of {num_streams} streams", Spread.of(messages).show(0)]
-    note = "read by gRPC's client as the proxy sets it, and thrown away: a part of the above"
-    found.publish("gRPC alone", headers=("what", "us"), rows=[alone_row], note=note)
-    bars = {"proxy / pass-through": [case.ratio() for case in cases]}
+    if backend is Backend.VLLM and TOY not in cases[0].taken:
+        note += "; vLLM's toy proxy is left out (--toy-proxy)"
+    found.publish("CPU of the proxy", headers=headers, rows=rows, note=note)
+    if messages:
+        alone_row = [f"token of {STREAMS[False]} streams", Spread.of(messages).show(0)]
+        note = "read by gRPC's client as the proxy sets it, and thrown away: a part of the above"
+        found.publish("gRPC alone", headers=("what", "us"), rows=[alone_row], note=note)
+    bars = {f"proxy / {side}": [it.ratios[side] for it in cases] for side in cases[0].ratios}
     labels = [case.name for case in cases]
-    grouped_bars(found.plot(), labels, bars, ylabel="times", marks=BOUNDS)
+    grouped_bars(found.plot(), labels, bars, ylabel="times", marks=bounds)
     found.save({"cases": cases, "messages": messages})
-
-
-def _nodes(upstream: str) -> dict[str, str]:
-    """URL by kind."""
-    with urlopen(f"{upstream}/nodes", timeout=ANSWER_S) as reply:
-        return msgspec.json.decode(reply.read(), type=dict[str, str])
-
-
-def _commands(upstream: str, nodes: dict[str, str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Of the proxy and of the pass-through."""
-    roles = [word for kind, url in nodes.items() for word in (f"--{kind}", url)]
-    return ("proxy", *roles, "--port", "0"), (
-        "benchmarks.serving.proxy_cost.pass_through",
-        upstream,
-    )
-
-
-def _target(server: Server) -> Target:
-    return Target(server.url(), server.process.pid)
 
 
 if __name__ == "__main__":

@@ -1,25 +1,16 @@
 """The proxies that stand in front of one set of vLLM workers, each as a process of its own."""
 
-import subprocess
-import sys
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from http.client import HTTPException
 from pathlib import Path
-from urllib.parse import urlsplit
-from urllib.request import urlopen
 
 import msgspec
 
-from benchmarks.support.processes import ctrl_c_later, end_with_parent, servers
-from benchmarks.support.vllm_peer import LOOPBACK, Setup, VllmError, Worker, Workers, free_ports
+from benchmarks.support.processes import servers
+from benchmarks.support.toy_proxy import ToyProxy
+from benchmarks.support.vllm_peer import Setup, Workers
 
 TANDEM, TOY, ALONE = "Tandem's proxy", "vLLM's toy proxy", "one node alone"
-START_S = 60.0
-STOP_S = 10.0
-POLL_S = 0.2
-HTTP_S = 5.0
 
 
 class Front(msgspec.Struct, frozen=True):
@@ -53,50 +44,7 @@ def tandem(stack: Stack, up: Workers, *words: str, name: str = TANDEM) -> Iterat
 @contextmanager
 def toy(stack: Stack, up: Workers) -> Iterator[Front]:
     """vLLM's toy proxy, run by the Python beside `vllm`; raises VllmError if it does not serve."""
-    (port,) = free_ports(1)
-    words = [
-        str(stack.setup.program.with_name("python")),
-        str(stack.toy_proxy),
-        "--port",
-        str(port),
-    ]
-    words += _ports("prefiller", up.prefill) + _ports("decoder", up.decode)
-    log = stack.setup.logs / "toy-proxy.log"
-    with log.open("wb") as file, ctrl_c_later():
-        process = subprocess.Popen(
-            words,
-            stdout=file,
-            stderr=file,
-            start_new_session=True,
-            preexec_fn=end_with_parent if sys.platform == "linux" else None,
-        )
-    try:
-        url = f"http://{LOOPBACK}:{port}"
-        _wait(f"{url}/healthcheck", process, log)
+    proxy = ToyProxy(stack.setup.program.with_name("python"), stack.toy_proxy)
+    prefill, decode = ([one.url for one in those] for those in (up.prefill, up.decode))
+    with proxy.serving(prefill, decode, stack.setup.logs / "toy-proxy.log") as (url, _):
         yield Front(TOY, url)
-    finally:
-        process.terminate()
-        try:
-            process.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-
-def _ports(role: str, those: Sequence[Worker]) -> list[str]:
-    hosts = [LOOPBACK] * len(those)
-    ports = [str(urlsplit(one.url).port) for one in those]
-    return [f"--{role}-hosts", *hosts, f"--{role}-ports", *ports]
-
-
-def _wait(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + START_S
-    while True:
-        try:
-            with urlopen(url, timeout=HTTP_S):
-                return
-        except (OSError, HTTPException) as error:
-            if process.poll() is not None or time.monotonic() > deadline:
-                said = log.read_text(errors="replace")
-                raise VllmError(f"{TOY} does not serve:\n{said}") from error
-            time.sleep(POLL_S)
