@@ -1,5 +1,6 @@
 """The servers that `proxy_cost` measures beside each other, and what they forward to."""
 
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -42,7 +43,10 @@ def before_nodes(folder: Path) -> Iterator[Sides]:
 
 @contextmanager
 def before_vllm_workers(folder: Path, toy: ToyProxy | None) -> Iterator[Sides]:
-    """The proxy in front of two HTTP workers, the toy proxy, and the pass-through of two legs."""
+    """The proxy in front of two HTTP workers, the toy proxy, and the pass-through of two legs.
+
+    Raises RuntimeError where one of them had D compute a prompt.
+    """
     worker = (f"{PACKAGE}.vllm_worker",)
     with ExitStack() as stack:
         workers = stack.enter_context(processes(folder, worker, worker))
@@ -56,6 +60,14 @@ def before_vllm_workers(folder: Path, toy: ToyProxy | None) -> Iterator[Sides]:
             serving = toy.serving([prefill], [decode], folder / "toy-proxy.log")
             targets = {PROXY: targets[PROXY], TOY: Target(*stack.enter_context(serving)), **targets}
         yield Sides(targets)
+        if computed := _num_computed(decode):
+            raise RuntimeError(f"D computed {computed} prompt tokens: a proxy left P out")
+
+
+def _num_computed(worker: str) -> int:
+    """Prompt tokens that a worker has not pulled."""
+    with urlopen(f"{worker}/metrics", timeout=ANSWER_S) as reply:
+        return int(re.findall(rb'source="local_compute"} (\d+)', reply.read())[0])
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from serving.api.tokenizer import load_tokenizer
 
 BLOCK = 16
 JSON = "application/json"
-# The samples of vLLM's page that a proxy looks for; `pulled` are prompt tokens.
+# The samples of vLLM's page that a proxy looks for; `pulled` and `computed` are prompt tokens.
 METRICS = """
 process_start_time_seconds {started}
 vllm:num_requests_running{{engine="0",model_name="{name}"}} 0.0
@@ -33,6 +33,7 @@ vllm:num_requests_waiting{{engine="0",model_name="{name}"}} 0.0
 vllm:kv_cache_usage_perc{{engine="0",model_name="{name}"}} 0.0
 vllm:cache_config_info{{block_size="{block}",mamba_cache_mode="none"}} 1.0
 vllm:prompt_tokens_by_source_total{{engine="0",source="external_kv_transfer"}} {pulled}
+vllm:prompt_tokens_by_source_total{{engine="0",source="local_compute"}} {computed}
 """
 
 
@@ -42,7 +43,7 @@ class Worker:
     def __init__(self, script: Script) -> None:
         self._script = script
         self._started = time.time()
-        self._num_pulled = 0
+        self._num_pulled = self._num_computed = 0
         self._numbers = itertools.count()
         self.app = Starlette(
             routes=[
@@ -58,7 +59,11 @@ class Worker:
 
     async def _tell_metrics(self, request: Request) -> Response:
         page = METRICS.format(
-            started=self._started, name=NAME, block=BLOCK, pulled=self._num_pulled
+            started=self._started,
+            name=NAME,
+            block=BLOCK,
+            pulled=self._num_pulled,
+            computed=self._num_computed,
         )
         return Response(page, media_type="text/plain")
 
@@ -71,6 +76,8 @@ class Worker:
         params = asked.get("kv_transfer_params") or {}
         if params.get("do_remote_prefill"):
             self._num_pulled += params["remote_num_tokens"]
+        else:
+            self._num_computed += len(asked["prompt"])
         head = {
             "id": f"cmpl-{request.headers.get('x-request-id', next(self._numbers))}",
             "object": "text_completion",
