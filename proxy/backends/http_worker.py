@@ -220,6 +220,8 @@ class HttpWorker:
         if self._session is None:
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
+                # Requests of many clients share the session: none gets the cookies of another.
+                cookie_jar=aiohttp.DummyCookieJar(),
                 timeout=aiohttp.ClientTimeout(total=None),
                 read_bufsize=2**20,
             )
