@@ -30,6 +30,8 @@ from serving.tls import ClientTls
 
 MAX_ANSWER_BYTES: Final = 64 * 2**20
 """Of one answer, which names a prompt's blocks and perhaps the log-probabilities of its tokens."""
+MAX_PAGE_BYTES: Final = 4 * 2**20
+"""Of what a worker says of itself, which is read between other requests' tokens."""
 MAX_EVENT_BYTES: Final = 8 * 2**20
 KEEP_ALIVE_S: Final = 2.0
 """Servers close idle connections after 5 s: a request must not meet one that is closing."""
@@ -96,16 +98,16 @@ class HttpWorker:
     async def get(self, path: str, timeout_s: float) -> tuple[int, bytes]:
         """Status and body of a GET, whatever the status."""
         limits = StreamDeadlines(timeout_s, timeout_s, timeout_s)
-        async with self._asking("GET", path, limits) as (request, reply):
-            return reply.status, await _body(request, reply)
+        async with self._asking("GET", path, limits) as (_, reply):
+            return reply.status, await _body(reply, MAX_PAGE_BYTES)
 
     async def post(
         self, path: str, body: bytes, *, request_id: str, deadlines: StreamDeadlines
     ) -> bytes:
         """The body of a good answer; any other raises."""
         asking = self._asking("POST", path, deadlines, body=body, request_id=request_id)
-        async with asking as (request, reply):
-            content = await _body(request, reply)
+        async with asking as (_, reply):
+            content = await _body(reply)
             if reply.status != 200:
                 raise error_of(reply.status, content, retry_after=_retry_after(reply))
             return content
@@ -120,7 +122,7 @@ class HttpWorker:
         asking = self._asking("POST", path, deadlines, body=body, request_id=request_id)
         async with asking as (request, reply):
             if reply.status != 200:
-                content = await _body(request, reply)
+                content = await _body(reply)
                 raise error_of(reply.status, content, retry_after=_retry_after(reply))
             async with aclosing(self._events(request, reply, deadlines)) as events:
                 async for data in events:
@@ -255,10 +257,10 @@ def _retry_after(reply: aiohttp.ClientResponse) -> int | None:
     return int(value) if value.isdecimal() and len(value) < 5 else None
 
 
-async def _body(request: _Open, reply: aiohttp.ClientResponse) -> bytes:
+async def _body(reply: aiohttp.ClientResponse, max_bytes: int = MAX_ANSWER_BYTES) -> bytes:
     data = bytearray()
     while chunk := await reply.content.readany():
         data += chunk
-        if len(data) > MAX_ANSWER_BYTES:
-            raise RequestAbortedError(f"the answer is longer than {MAX_ANSWER_BYTES} bytes")
+        if len(data) > max_bytes:
+            raise RequestAbortedError(f"the answer is longer than {max_bytes} bytes")
     return bytes(data)
