@@ -153,13 +153,13 @@ class EventSubscriber:
         self._thread = threading.Thread(target=self._run, name="kv-events-subscriber", daemon=True)
         self._thread.start()
 
-    def add(self, name: str, source: EventSource) -> None:
+    def add(self, name: str, source: EventSource, sink: EventSink | None = None) -> None:
         """Follow one more publisher, or the one of this name at another address.
 
-        Raises ConfigError for an address that ZeroMQ does not know.
+        `sink`: for this one alone. Raises ConfigError for an address that ZeroMQ does not know.
         """
         with self._lock:
-            added = _Connection(self._context, source, name=name, sink=self._sink)
+            added = _Connection(self._context, source, name=name, sink=sink or self._sink)
             self._drop(name)
             self._connections[name] = added
         self._wake_up()
