@@ -1,5 +1,6 @@
 """Doubles of one engine's workers, and a real proxy in front of them."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ from tests.support.workers.vllm_double import VllmDouble
 from tests.support.workers.worker_double import WorkerDouble, running_workers
 
 PROMPT = [5, 6, 7]
+HANG_S = 20.0
+"""An answer that takes so long has waited for a deadline of the proxy."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -55,6 +58,7 @@ class Foreign:
     ) -> tuple[int, Any]:
         url = self.base + path
         async with (
+            asyncio.timeout(HANG_S),
             aiohttp.ClientSession(headers=headers) as session,
             session.post(url, json=body) as reply,
         ):
