@@ -275,14 +275,13 @@ async def test_what_cannot_go_on_ends_with_an_error(wish: str, backend: str, mod
         assert sum(len(d.requests) for d in workers[1]) == 1
 
 
-@pytest.mark.parametrize("status", [400, 413, 422])
-async def test_a_wrong_request_opens_no_breaker(status: int, backend: str, model: str) -> None:
+async def test_a_wrong_request_opens_no_breaker(backend: str, model: str) -> None:
     """4xx opens the breaker: sglang #25811, smg #2382. The client gets the worker's own words."""
     workers = workers_of(backend, 1, 1)
     async with foreign_cluster(workers, model) as cluster:
-        for worker in (*workers[0], *workers[1]):
-            worker.fault = Fault(status=status)
-        for _ in range(4):
+        for status in (400, 400, 413, 422):
+            for worker in (*workers[0], *workers[1]):
+                worker.fault = Fault(status=status)
             assert await cluster.refusal() == (400, OWN_WORDS)
         for worker in (*workers[0], *workers[1]):
             worker.fault = None
