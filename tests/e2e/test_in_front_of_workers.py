@@ -71,6 +71,7 @@ async def answers_are_those_of_one_node(
 
 
 async def a_prompt_goes_where_it_is_cached(proxy: ServerProcess) -> None:
+    """Events of a hybrid that give no hits send all to one worker: Infera #98."""
     prompt = list(prompt_of(200, salt=77))
     first = (await ask(proxy.url, question(prompt))).body["usage"]["routing"]
     for length in (150, 200):
