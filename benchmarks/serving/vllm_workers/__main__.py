@@ -40,8 +40,6 @@ PROMPTS = (200, 20)
 # Of the ideal hits.
 TARGET = 0.95
 SEED = 7
-HYBRID, ATTENTION = "hybrid", "attention only"
-MODELS = {HYBRID: PEER, ATTENTION: PEER_ATTENTION}
 POLICIES = ("prefix_aware", "round_robin")
 
 
@@ -53,13 +51,25 @@ class Part(StrEnum):
     ROUTE = "route"
 
 
+class Model(StrEnum):
+    """One of the two models."""
+
+    HYBRID = "hybrid"
+    ATTENTION = "attention"
+
+
 class Options(msgspec.Struct, frozen=True, kw_only=True):
     """The command line."""
+
+    models: tuple[Model, ...]
 
     vllm: Path
     toy_proxy: Path
     with_tandem: bool
     prompts: int
+
+
+MODELS = {Model.HYBRID: PEER, Model.ATTENTION: PEER_ATTENTION}
 
 
 class Bench:
@@ -75,7 +85,7 @@ class Bench:
 
     @contextmanager
     def up(
-        self, model: str, *, prefill: int = 1, decode: int = 1
+        self, model: Model, *, prefill: int = 1, decode: int = 1
     ) -> Iterator[tuple[Stack, Workers]]:
         """Workers of one of MODELS; the attention-only one caches prefixes."""
         own = self.options
@@ -87,7 +97,7 @@ class Bench:
             stack.setup,
             prefill=prefill,
             decode=decode,
-            caching=model == ATTENTION,
+            caching=model is Model.ATTENTION,
             tell=self._starts,
         )
         self.tell(f"{model}: {prefill} prefill and {decode} decode workers of vLLM start")
@@ -102,7 +112,7 @@ def run_equal(bench: Bench) -> tuple[list[equal.Row], bool]:
     """Both models on 1P1D."""
     rows: list[equal.Row] = []
     requests = equal.prompts(bench.options.prompts)
-    for model in MODELS:
+    for model in bench.options.models:
         with bench.up(model) as (stack, up):
             part = equal.measure(
                 *(stack, up, requests),
@@ -118,14 +128,14 @@ def run_equal(bench: Bench) -> tuple[list[equal.Row], bool]:
 
 def run_kill(bench: Bench) -> tuple[list[kill.Row], bool]:
     """Both models on 1P2D: P is killed, then a D, under each proxy."""
-    rows = [row for model in MODELS for row in _kills(bench, model)]
+    rows = [row for model in bench.options.models for row in _kills(bench, model)]
     sizes = f"{kill.PROMPT} + {kill.OUTPUT} tokens"
     note = f"{kill.STREAMS} streams of {sizes}; lease {kill.LEASE_S:.0f} s"
     _publish(bench, "Kills", note, headers=kill.HEADERS, rows=list(map(kill.cells, rows)))
     return rows, all(row.holds for row in rows if fronts.TANDEM in row.through)
 
 
-def _kills(bench: Bench, model: str) -> list[kill.Row]:
+def _kills(bench: Bench, model: Model) -> list[kill.Row]:
     rows: list[kill.Row] = []
     with bench.up(model, decode=2) as (stack, up):
         for open_front, (number, role) in product(_fronts(bench, stack, up), enumerate("PD")):
@@ -139,7 +149,7 @@ def _kills(bench: Bench, model: str) -> list[kill.Row]:
 def run_route(bench: Bench) -> tuple[list[route.Row], bool]:
     """The attention-only model on 2P2D: the toy proxy, and each of POLICIES."""
     rows: list[route.Row] = []
-    with bench.up(ATTENTION, prefill=2, decode=2) as (stack, up):
+    with bench.up(Model.ATTENTION, prefill=2, decode=2) as (stack, up):
         opens: list[Callable[[], Any]] = [partial(fronts.toy, stack, up)]
         for policy in POLICIES if bench.options.with_tandem else ():
             words = ("--routing-policy", policy)
@@ -179,6 +189,9 @@ def main(
     part: Annotated[
         list[Part] | None, typer.Option(help="Several times for several. [all]")
     ] = None,
+    model: Annotated[
+        list[Model] | None, typer.Option(help="Of equal and kill; several times for both. [both]")
+    ] = None,
     tandem: Annotated[bool, typer.Option(help="Measure Tandem's proxy too.")] = True,
     target: report.OwnServers = "",
     quick: report.Quick = False,
@@ -189,6 +202,7 @@ def main(
     options = Options(
         vllm=vllm,
         toy_proxy=toy_proxy,
+        models=tuple(model or Model),
         with_tandem=tandem,
         prompts=PROMPTS[quick],
     )
