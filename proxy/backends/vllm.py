@@ -50,6 +50,7 @@ from proxy.backends.worker_facts import (
     EventEndpoints,
     Metrics,
     model_cards,
+    server_load,
     sources_of,
 )
 from serving.rpc.client import StreamDeadlines
@@ -187,7 +188,7 @@ class VllmWorker:
         return msgspec.structs.replace(
             self._info,
             ready=True,
-            num_requests_running=int(metrics.total(RUNNING)),
+            num_requests_running=await self._num_running(metrics, timeout_s),
             num_requests_waiting=int(metrics.total(WAITING)),
             kv_cache_usage=min(1.0, max(0.0, metrics.largest(USAGE))),
             prefill_tokens_per_s=self._rate.after(computed, metrics.total(PREFILL_S)),
@@ -199,6 +200,11 @@ class VllmWorker:
         """Tokens that it has pulled from others since its start."""
         _, page = await self._http.get("/metrics", timeout_s)
         metrics = Metrics(page, NAMES)
+        if not metrics.has(RUNNING):
+            raise UnavailableError(
+                f"worker {self._http.url.text} counts no pulls: start it without "
+                "--disable-log-stats"
+            )
         return int(metrics.total(PROMPT_TOKENS, PULLED_LABEL))
 
     async def get_tokenizer(self, timeout_s: float) -> Mapping[str, bytes]:
@@ -235,6 +241,12 @@ class VllmWorker:
         if not completion.choices:
             raise RequestAbortedError(f"worker {self._http.url.text} answered without a choice")
         return completion
+
+    async def _num_running(self, metrics: Metrics, timeout_s: float) -> int:
+        if metrics.has(RUNNING):
+            return int(metrics.total(RUNNING))
+        _, body = await self._http.get("/load", timeout_s)
+        return server_load(body)
 
     async def _introduction(self, engine_id: str, metrics: Metrics, timeout_s: float) -> NodeInfo:
         """A new life of the worker: its model and its geometry."""

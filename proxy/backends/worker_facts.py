@@ -43,6 +43,10 @@ class _ModelList(msgspec.Struct):
     data: Annotated[tuple[ModelCard, ...], Meta(max_length=4096)]
 
 
+class _Load(msgspec.Struct):
+    server_load: int = 0
+
+
 _MODELS: Final = msgspec.json.Decoder(_ModelList)
 
 
@@ -57,6 +61,14 @@ def model_cards(body: bytes) -> tuple[ModelCard, ...]:
     return own
 
 
+def server_load(body: bytes) -> int:
+    """Requests under way, by vLLM's /load; 0 where it does not tell."""
+    try:
+        return max(0, msgspec.json.decode(body, type=_Load).server_load)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return 0
+
+
 class Metrics:
     """Samples of a /metrics page whose names are asked for; others cost one look each."""
 
@@ -64,6 +76,10 @@ class Metrics:
         self._samples: dict[str, list[tuple[str, float]]] = {}
         for name, labels, value in _samples(page, frozenset(it.encode() for it in names)):
             self._samples.setdefault(name, []).append((labels, value))
+
+    def has(self, name: str) -> bool:
+        """True where there is a sample."""
+        return name in self._samples
 
     def total(self, name: str, label: str = "") -> float:
         """The sum over all samples that have a label, as `name="value"`; 0 where there is none."""

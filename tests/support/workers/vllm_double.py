@@ -35,6 +35,7 @@ class VllmDouble(WorkerDouble):
     prefill_stops: bool = False
     num_pulled: int = 0
     num_prefilled: int = 0
+    has_stats: bool = True  # without: --disable-log-stats
 
     backend = "vllm"
     path = "/v1/completions"
@@ -43,6 +44,7 @@ class VllmDouble(WorkerDouble):
         return {
             "/health": self._health,
             "/metrics": self._metrics,
+            "/load": self._load,
             "/v1/models": self._models,
             "/kv_event_sources": self._event_sources,
             "/reset_prefix_cache": self._reset,
@@ -158,12 +160,18 @@ class VllmDouble(WorkerDouble):
         source = 'vllm:prompt_tokens_by_source_total{engine="0",source='
         lines = [
             f"process_start_time_seconds {1.7e9 + self.life}",
+        ]
+        own = [
             'vllm:cache_config_info{block_size="16",mamba_cache_mode="none"} 1.0',
             f'vllm:num_requests_running{{engine="0",model_name="{self.model}"}} {len(self.open)}',
             f'{source}"local_compute"}} {self.num_prefilled}',
             f'{source}"external_kv_transfer"}} {self.num_pulled}',
         ]
+        lines += own if self.has_stats else []
         return web.Response(text="\n".join(lines) + "\n")
+
+    async def _load(self, request: web.Request) -> web.Response:
+        return json_reply({"server_load": len(self.open)})
 
     async def _models(self, request: web.Request) -> web.Response:
         card = {"id": self.model, "root": "/models/tiny", "max_model_len": 4096, "parent": None}

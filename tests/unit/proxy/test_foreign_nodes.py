@@ -3,6 +3,7 @@
 Each test names the complaint about another router that it answers, as repository and number.
 """
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -124,6 +125,23 @@ async def test_a_pair_that_moves_no_keys_never_serves(backend: str, model: str) 
         if backend == "vllm":
             assert await cluster.ask() == answer_to(PROMPT, 4)
         assert workers[0][0].requests == []
+
+
+async def test_a_vllm_without_statistics_proves_no_pull_and_tells_its_load(model: str) -> None:
+    workers = workers_of("vllm", 1, 1)
+    for worker in (workers[0][0], workers[1][0]):
+        worker.has_stats = False
+    async with foreign_cluster(workers, model, num_used=1) as cluster:
+        await cluster.until_problem("--disable-log-stats")
+        workers[1][0].fault = Fault()
+        asking = asyncio.create_task(cluster.ask())
+
+        async def is_told() -> bool:
+            return any(it["info"]["num_requests_running"] for it in await cluster.nodes())
+
+        await until(is_told)
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
