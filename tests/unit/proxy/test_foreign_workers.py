@@ -22,11 +22,13 @@ from tests.support.workers.worker_double import (
     Fault,
     answer_to,
 )
+from tests.tiers import l_shape
 
 pytestmark = pytest.mark.usefixtures("quick")
 
 BROKEN = Fault("break", BEFORE_HEADERS)
 HUNG = Fault("hang", BEFORE_HEADERS)
+BACKENDS = ("vllm", "sglang")
 P_FAULTS = {
     "502": Fault(status=502),
     "503": Fault(status=503),
@@ -129,7 +131,7 @@ async def logprobs_of(cluster: Foreign) -> list[int]:
     return tokens
 
 
-@pytest.mark.parametrize("fault", P_FAULTS)
+@pytest.mark.parametrize(("fault", "backend"), l_shape(P_FAULTS, BACKENDS, corner=("503", "vllm")))
 async def test_a_failing_p_is_replaced_and_d_has_no_blame(
     fault: str, backend: str, model: str
 ) -> None:
@@ -192,7 +194,9 @@ async def test_a_p_that_left_leaves_sglang_unready(model: str) -> None:
         assert workers[1][0].requests == []
 
 
-@pytest.mark.parametrize("fault", ["503", "broken", "500"])
+@pytest.mark.parametrize(
+    ("fault", "backend"), l_shape(["503", "broken", "500"], BACKENDS, corner=("503", "vllm"))
+)
 async def test_a_failing_d_is_replaced_and_p_has_no_blame(
     fault: str, backend: str, model: str
 ) -> None:
@@ -209,7 +213,10 @@ async def test_a_failing_d_is_replaced_and_p_has_no_blame(
         assert (await cluster.outcomes("decode"))["failed"] >= 1
 
 
-@pytest.mark.parametrize("place", ["P", "D's first token", "D's second token"])
+@pytest.mark.parametrize(
+    ("place", "backend"),
+    l_shape(["P", "D's first token", "D's second token"], BACKENDS, corner=("P", "vllm")),
+)
 async def test_who_leaves_ends_both_legs(place: str, backend: str, model: str) -> None:
     """Client gone: P computes on, and others wait (Dynamo #14507); P's blocks leak (vLLM #50425).
 
@@ -240,7 +247,9 @@ async def test_who_leaves_ends_both_legs(place: str, backend: str, model: str) -
     assert hanging.requests[0].end in ("cut", "aborted")
 
 
-@pytest.mark.parametrize("fault", ["break", "error", "end"])
+@pytest.mark.parametrize(
+    ("fault", "backend"), l_shape(["break", "error", "end"], BACKENDS, corner=("break", "vllm"))
+)
 async def test_a_broken_answer_goes_on_on_another_d(fault: str, backend: str, model: str) -> None:
     """No router of the field continues a stream. The client sees the unbroken answer.
 
