@@ -11,7 +11,7 @@ route  2P2D with KV events: hit tokens of all prefill workers beside those of on
 
 `--toy-proxy` is `tests/v1/kv_connector/nixl_integration/toy_proxy_server.py` of vLLM's repository;
 its own Python runs it. vLLM's workers poll without a pause and take both cores. The status is 1
-if a part does not hold through Tandem's proxy; `--no-tandem` measures the toy proxy only.
+if a part does not hold through Tandem's proxy.
 """
 
 import asyncio
@@ -65,7 +65,6 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 
     vllm: Path
     toy_proxy: Path
-    with_tandem: bool
     prompts: int
 
 
@@ -117,7 +116,6 @@ def run_equal(bench: Bench) -> tuple[list[equal.Row], bool]:
             part = equal.measure(
                 *(stack, up, requests),
                 model=model,
-                with_tandem=bench.options.with_tandem,
                 tell=bench.tell,
             )
             rows += asyncio.run(part)
@@ -151,7 +149,7 @@ def run_route(bench: Bench) -> tuple[list[route.Row], bool]:
     rows: list[route.Row] = []
     with bench.up(Model.ATTENTION, prefill=2, decode=2) as (stack, up):
         opens: list[Callable[[], Any]] = [partial(fronts.toy, stack, up)]
-        for policy in POLICIES if bench.options.with_tandem else ():
+        for policy in POLICIES:
             words = ("--routing-policy", policy)
             name = f"{fronts.TANDEM}, {policy}"
             opens.append(partial(fronts.tandem, stack, up, *words, name=name))
@@ -166,8 +164,7 @@ def run_route(bench: Bench) -> tuple[list[route.Row], bool]:
 
 
 def _fronts(bench: Bench, stack: Stack, up: Workers) -> list[Callable[[], Any]]:
-    toy = partial(fronts.toy, stack, up)
-    return [toy, partial(fronts.tandem, stack, up)] if bench.options.with_tandem else [toy]
+    return [partial(fronts.toy, stack, up), partial(fronts.tandem, stack, up)]
 
 
 def _publish(bench: Bench, title: str, note: str, *, headers: Cells, rows: Sequence[Cells]) -> None:
@@ -192,7 +189,6 @@ def main(
     model: Annotated[
         list[Model] | None, typer.Option(help="Of equal and kill; several times for both. [both]")
     ] = None,
-    tandem: Annotated[bool, typer.Option(help="Measure Tandem's proxy too.")] = True,
     target: report.OwnServers = "",
     quick: report.Quick = False,
     out: report.Out = report.RESULTS,
@@ -203,7 +199,6 @@ def main(
         vllm=vllm,
         toy_proxy=toy_proxy,
         models=tuple(model or Model),
-        with_tandem=tandem,
         prompts=PROMPTS[quick],
     )
     rows: dict[str, list[Any]] = {}

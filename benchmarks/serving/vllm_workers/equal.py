@@ -72,15 +72,13 @@ async def measure(
     requests: Sequence[Request],
     *,
     model: str,
-    with_tandem: bool,
     tell: Callable[[str], None],
 ) -> list[Row]:
     """Asks D alone, then each proxy, for the same."""
     replies: dict[str, tuple[Replies, float]] = {}
     with ExitStack() as opened:
-        those = [Front(fronts.ALONE, up.decode[0].url), opened.enter_context(fronts.toy(stack, up))]
-        if with_tandem:
-            those.append(opened.enter_context(fronts.tandem(stack, up)))
+        proxies = (fronts.toy(stack, up), fronts.tandem(stack, up))
+        those = [Front(fronts.ALONE, up.decode[0].url), *map(opened.enter_context, proxies)]
         for front in those:
             tell(f"{model}: {front.name}")
             began = time.perf_counter()
