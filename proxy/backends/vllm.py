@@ -11,6 +11,7 @@ that P's blocks are another request's by then, so whoever is late must not be be
 """
 
 import asyncio
+import re
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -75,6 +76,7 @@ ASK_P: Final = {
 STARTED: Final = "process_start_time_seconds"
 RUNNING, WAITING = "vllm:num_requests_running", "vllm:num_requests_waiting"
 USAGE: Final = "vllm:kv_cache_usage_perc"
+BLOCK_SIZE: Final = re.compile("[1-9][0-9]{0,6}")
 CACHE_CONFIG: Final = "vllm:cache_config_info"
 PROMPT_TOKENS: Final = "vllm:prompt_tokens_by_source_total"
 PREFILL_S: Final = "vllm:request_prefill_time_seconds_sum"
@@ -279,7 +281,7 @@ class VllmWorker:
                 log.warning("events of data-parallel ranks are not read", node=self._http.url.text)
             endpoints = sources[0] if len(sources) == 1 else None
         block_size = cache.get("block_size", "")
-        if endpoints is None or not block_size.isdecimal() or not int(block_size):
+        if endpoints is None or not BLOCK_SIZE.fullmatch(block_size):
             return None
         # A hybrid whose checkpoints nobody has heard of yet has nothing to resume from.
         has_states = cache.get("mamba_cache_mode", "none") != "none"

@@ -6,7 +6,7 @@ Read from /v1/models, from Prometheus text and from the addresses of ZeroMQ. Pur
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
 import msgspec
 from msgspec import Meta
@@ -15,6 +15,8 @@ from engine.errors import ConfigError, UnavailableError
 from serving.rpc.address import join_host_port
 from serving.rpc.node_http import NodeUrl, parse_node_url
 
+MAX_COUNT: Final = 1e15
+"""Of a sample that is believed."""
 ANY_HOST: Final = ("*", "0.0.0.0", "[::]", "::")
 _LINE: Final = re.compile(rb"^([a-zA-Z_:][\w:]*)(\{.*\})? (\S+)", re.M)
 _LABEL: Final = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
@@ -104,7 +106,8 @@ def _samples(page: bytes, names: frozenset[bytes]) -> Iterator[tuple[str, str, f
             value = float(found[3])
         except ValueError:
             continue
-        if value == value:  # NaN counts as nothing
+        # A lie, or no count: infinity is no integer, and NaN would pass every comparison.
+        if 0 <= value <= MAX_COUNT:
             yield found[1].decode(), (found[2] or b"").decode(errors="replace"), value
 
 
@@ -154,21 +157,29 @@ def _reachable(url: NodeUrl, endpoint: str) -> str:
     return f"tcp://{join_host_port(url.host, int(port))}"
 
 
+class _Source(msgspec.Struct):
+    endpoint: str = ""
+    enable_kv_cache_events: bool = False
+    publisher: str | None = None
+    replay_endpoint: str | None = None
+    topic: Annotated[str, Meta(max_length=256)] = ""
+
+    @property
+    def is_open(self) -> bool:
+        """True where others can subscribe."""
+        addresses = [self.endpoint, *([self.replay_endpoint] if self.replay_endpoint else [])]
+        is_on = self.enable_kv_cache_events and self.publisher == "zmq"
+        return is_on and all(_ENDPOINT.fullmatch(it) for it in addresses)
+
+
 def sources_of(url: NodeUrl, body: bytes) -> list[EventEndpoints]:
     """vLLM's /kv_event_sources: by data-parallel rank where KV events are published."""
     try:
-        told = msgspec.json.decode(body, type=dict[str, dict[str, Any]])
+        told = msgspec.json.decode(body, type=dict[str, _Source])
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return []
     return [
-        told_endpoints(
-            url,
-            source["endpoint"],
-            replay=source.get("replay_endpoint"),
-            topic=source.get("topic", ""),
-        )
-        for source in told.values()
-        if source.get("enable_kv_cache_events")
-        and source.get("publisher") == "zmq"
-        and _ENDPOINT.fullmatch(str(source.get("endpoint")))
+        told_endpoints(url, it.endpoint, replay=it.replay_endpoint, topic=it.topic)
+        for it in told.values()
+        if it.is_open
     ]

@@ -15,6 +15,8 @@ import pytest
 from engine.errors import ConfigError, InvalidRequestError
 from proxy.backends.sglang_facts import ServerInfo
 from proxy.backends.sglang_generate import constraint
+from proxy.backends.worker_facts import Metrics, sources_of
+from proxy.cluster.node_pool import POLL_INTERVAL_S
 from proxy.config import ProxyConfig
 from serving.api.structured_output import (
     GrammarFields,
@@ -230,6 +232,34 @@ async def test_pages_that_make_no_sense_are_a_problem(backend: str, model: str) 
             workers[1][0].page = None
             await until_served(cluster)
         assert await cluster.ask() == answer_to(PROMPT, 4)
+
+
+async def test_after_a_number_that_is_none_the_worker_is_still_watched(model: str) -> None:
+    workers = workers_of("vllm", 1, 1)
+    worker = workers[1][0]
+    async with foreign_cluster(workers, model) as cluster:
+        started = b"process_start_time_seconds %d" % (1.7e9 + worker.life)
+        worker.page = started + b"\nvllm:num_requests_running +Inf\n"
+        await asyncio.sleep(1.5 * POLL_INTERVAL_S)
+        # A proxy that has stopped to watch its nodes ends itself.
+        worker.page, worker.health = None, 503
+        await cluster.until_problem("answers 503")
+
+
+def test_numbers_are_counts_or_not_there() -> None:
+    for number in ("+Inf", "-Inf", "NaN", "1e308", "-5"):
+        assert not Metrics(f"a {number}\n".encode(), frozenset({"a"})).has("a")
+    assert Metrics(b'a{b="c"} 2.5e3\n', frozenset({"a"})).total("a", 'b="c"') == 2500
+
+
+def test_lies_about_events_name_no_source() -> None:
+    url = parse_node_url("http://127.0.0.1:8100")
+    on = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": "tcp://*:5557"}
+    assert [it.endpoint for it in sources_of(url, msgspec.json.encode({"0": on}))] == [
+        "tcp://127.0.0.1:5557"
+    ]
+    for lie in ({"replay_endpoint": 7}, {"replay_endpoint": "x"}, {"topic": 3}, {"endpoint": 5}):
+        assert sources_of(url, msgspec.json.encode({"0": {**on, **lie}})) == []
 
 
 async def test_d_s_word_of_a_lost_transfer_is_p_s_failure(model: str) -> None:
