@@ -95,7 +95,7 @@ class Completion(msgspec.Struct):
             if (own := known.get(str(token))) is None or len(known) < num_top:
                 raise RequestAbortedError("the worker's prompt_logprobs are not of this prompt")
             best = sorted(known.items(), key=lambda it: it[1].rank)[:num_top]
-            tokens += [token, *(int(name) for name, _ in best)]
+            tokens += [token, *(_number(name) for name, _ in best)]
             values += [own.logprob, *(it.logprob for _, it in best)]
             ranks.append(own.rank)
         return PromptLogprobs(num_top, tuple(tokens), tuple(values), tuple(ranks))
@@ -226,7 +226,12 @@ def _best(top: dict[str, float], num_top: int) -> tuple[tuple[int, float], ...]:
 
 
 def _token_id(name: str) -> int:
-    number = name.removeprefix(TOKEN)
-    if number == name or not number.isdecimal() or len(number) > 10:
+    if not name.startswith(TOKEN):
         raise RequestAbortedError(f"the worker names a token {name[:40]!r}, and no token id")
-    return int(number)
+    return _number(name.removeprefix(TOKEN))
+
+
+def _number(text: str) -> int:
+    if not (text.isascii() and text.isdecimal() and len(text) <= 10):
+        raise RequestAbortedError(f"the worker names a token {text[:40]!r}, and no token id")
+    return int(text)

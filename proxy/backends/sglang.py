@@ -33,7 +33,7 @@ from engine.types import GenerateOutput, GenerateRequest, KVTransferStats, Sampl
 from proxy.backends.http_worker import HttpWorker
 from proxy.backends.sglang_facts import FAKE_TRANSFER, Loads, ModelInfo, ServerInfo, told
 from proxy.backends.sglang_generate import Answer, body_for, chunk_of, prompt_json
-from proxy.backends.worker import Backend, Call, HandOver, Prefill, PrefillFailedError
+from proxy.backends.worker import UNKNOWN, Backend, Call, HandOver, Prefill, PrefillFailedError
 from proxy.backends.worker_facts import CounterRate, EventEndpoints, model_cards
 from serving.rpc.client import StreamDeadlines
 from serving.rpc.messages import NodeInfo
@@ -53,7 +53,6 @@ TRANSFER_ERRORS: Final = ("transfer failed", "handshake failed", "KVTransferErro
 """D's words where P may be the cause."""
 ABORT_S: Final = 2.0
 MAX_ABORTS: Final = 256
-UNKNOWN: Final = NodeInfo(engine_id="", kind="", model_names=(), max_model_len=0, vocab_size=0)
 
 
 class SglangWorker:

@@ -45,7 +45,7 @@ from proxy.backends.openai_completions import (
     output_of,
     prompt_json,
 )
-from proxy.backends.worker import Backend, Call, HandOver, Prefill, prefill_sampling
+from proxy.backends.worker import UNKNOWN, Backend, Call, HandOver, Prefill, prefill_sampling
 from proxy.backends.worker_facts import (
     CounterRate,
     EventEndpoints,
@@ -82,7 +82,6 @@ PROMPT_TOKENS: Final = "vllm:prompt_tokens_by_source_total"
 PREFILL_S: Final = "vllm:request_prefill_time_seconds_sum"
 PULLED_LABEL: Final = 'source="external_kv_transfer"'
 QUERIES, HITS = "vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total"
-UNKNOWN: Final = NodeInfo(engine_id="", kind="", model_names=(), max_model_len=0, vocab_size=0)
 NAMES: Final = frozenset(
     {
         *(STARTED, RUNNING, WAITING, USAGE, CACHE_CONFIG, PROMPT_TOKENS, PREFILL_S),

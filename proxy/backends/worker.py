@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from msgspec import structs
 
@@ -20,6 +20,9 @@ from engine.types import FinishReason, GenerateOutput, GenerateRequest, Sampling
 from serving.rpc.client import StreamDeadlines
 from serving.rpc.messages import NodeInfo
 from serving.rpc.node_http import HTTP_SCHEMES, NodeUrl, parse_node_url
+
+UNKNOWN: Final = NodeInfo(engine_id="", kind="", model_names=(), max_model_len=0, vocab_size=0)
+"""A worker that has not described itself yet."""
 
 
 class Backend(StrEnum):

@@ -10,7 +10,7 @@ from typing import Final
 import structlog
 
 from engine.errors import DeadlineExceededError, TandemError
-from proxy.backends.worker import Worker
+from proxy.backends.worker import UNKNOWN, Worker
 from proxy.cluster.prefill_queue import PrefillQueue
 from proxy.errors import is_node_failure
 from serving.breaker import Breaker
@@ -24,8 +24,6 @@ MAX_LATE_ANSWERS: Final = 3
 NOT_YET: Final = "has not answered yet"
 MAX_RELEASES: Final = 256
 RELEASE_TIMEOUT_S: Final = 2.0
-UNKNOWN: Final = NodeInfo(engine_id="", kind="", model_names=(), max_model_len=0, vocab_size=0)
-"""A node that has not described itself yet."""
 
 
 class NodeKind(StrEnum):

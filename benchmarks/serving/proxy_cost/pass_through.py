@@ -3,7 +3,7 @@
 Starlette on uvicorn (httptools, uvloop), one aiohttp session. It parses the body, since whoever
 routes by prompts must, sends the same bytes on, and passes the answer on chunk by chunk.
 
-With `P_URL` it has two legs, as vLLM's workers want it: that server gets the body first, for one
+With `P_URL` it sends two, as vLLM's workers want it: that server gets the body first, for one
 token, and the upstream, a D then, the body with the transfer parameters that came of it.
 """
 

@@ -31,7 +31,7 @@ class Sides:
 
 @contextmanager
 def before_nodes(folder: Path) -> Iterator[Sides]:
-    """The proxy in front of two nodes of this project, and the pass-through of one leg."""
+    """The proxy in front of two nodes of this project, and the pass-through of one request."""
     with processes(folder, (f"{PACKAGE}.upstream",)) as (upstream,):
         with urlopen(f"{upstream.url()}/nodes", timeout=ANSWER_S) as reply:
             nodes = msgspec.json.decode(reply.read(), type=dict[str, str])
@@ -43,7 +43,7 @@ def before_nodes(folder: Path) -> Iterator[Sides]:
 
 @contextmanager
 def before_vllm_workers(folder: Path, toy: ToyProxy | None) -> Iterator[Sides]:
-    """The proxy in front of two HTTP workers, the toy proxy, and the pass-through of two legs.
+    """The proxy in front of two HTTP workers, the toy proxy, and the pass-through of two requests.
 
     Raises RuntimeError where one of them had D compute a prompt.
     """

@@ -10,7 +10,7 @@ from benchmarks.load.request import WITH_IDS, Request
 from benchmarks.support.vllm_peer import NAME, VOCABULARY
 
 Ids = tuple[int, ...]
-# A busy machine makes a leg of vLLM's CPU build wait for half a minute.
+# A busy machine makes a request of vLLM's CPU build wait for half a minute.
 DEADLINE_S = 1200.0
 
 

@@ -25,7 +25,7 @@ PROMPT, OUTPUT = 500, 96
 LEASE_S = 30.0
 SETTLE_S = 3 * LEASE_S
 POLL_S = 0.5
-# Where in the time of an undisturbed run the kill comes: P's legs are early, D's streams late.
+# Where in the time of an undisturbed run the kill comes: P's parts are early, D's streams late.
 MOMENTS = {"P": 0.2, "D": 0.6}
 
 

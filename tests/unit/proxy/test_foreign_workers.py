@@ -1,4 +1,4 @@
-"""Workers of vLLM and SGLang in front of which the proxy stands: both legs of a request.
+"""Workers of vLLM and SGLang in front of which the proxy stands: both requests of a request.
 
 Each test names the complaint about another router that it answers, as repository and number.
 """
@@ -73,7 +73,7 @@ async def events_of(cluster: Foreign, body: dict[str, Any]) -> AsyncIterator[dic
 
 
 async def test_answers_are_those_of_one_worker(backend: str, model: str) -> None:
-    """Streamed or not, by text, ids and chat; both legs have one X-Request-Id, and P is asked once.
+    """Streamed or not, by text, ids and chat; P and D hear one X-Request-Id, P once.
 
     P's words reach D unchanged, unknown keys too (vLLM's toy proxy and its copies lose `tp_size`):
     the doubles check it. Of a hybrid model P's own token is no token of the answer.
@@ -135,9 +135,9 @@ async def logprobs_of(cluster: Foreign) -> list[int]:
 async def test_a_failing_p_is_replaced_and_d_has_no_blame(
     fault: str, backend: str, model: str
 ) -> None:
-    """Hang when one leg fails: sglang #24159, #29017, #29482, #40606, llm-d #2433.
+    """Hang when one request fails: sglang #24159, #29017, #29482, #40606, llm-d #2433.
 
-    The wrong leg blamed: smg #2255. A D of SGLang that nobody ended would wait for half an hour.
+    The wrong part blamed: smg #2255. A D of SGLang that nobody ended would wait for half an hour.
     """
     workers = workers_of(backend, 2, 1)
     async with foreign_cluster(workers, model) as cluster:
@@ -217,10 +217,10 @@ async def test_a_failing_d_is_replaced_and_p_has_no_blame(
     ("place", "backend"),
     l_shape(["P", "D's first token", "D's second token"], BACKENDS, corner=("P", "vllm")),
 )
-async def test_who_leaves_ends_both_legs(place: str, backend: str, model: str) -> None:
+async def test_who_leaves_ends_both_requests(place: str, backend: str, model: str) -> None:
     """Client gone: P computes on, and others wait (Dynamo #14507); P's blocks leak (vLLM #50425).
 
-    The doubles see both legs end, or the cluster does not close.
+    The doubles see both requests end, or the cluster does not close.
     """
     workers = workers_of(backend, 1, 1)
     async with foreign_cluster(workers, model) as cluster:
@@ -315,7 +315,7 @@ async def test_full_workers_are_full_and_not_broken(backend: str, model: str) ->
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
-async def test_a_leg_that_hangs_ends_by_its_deadline(side: str, backend: str, model: str) -> None:
+async def test_a_part_that_hangs_ends_by_its_deadline(side: str, backend: str, model: str) -> None:
     """The deadline of P's part is P's (sglang #29482); D is asked without P, or given up."""
     workers = workers_of(backend, 1, 1)
     async with foreign_cluster(workers, model, first_token_timeout=0.4) as cluster:
