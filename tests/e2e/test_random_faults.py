@@ -10,6 +10,7 @@ repeat one run, call `check` with its seed and its number alone (with prefix cac
 import asyncio
 import time
 from collections import Counter
+from collections.abc import Container
 from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
@@ -18,6 +19,7 @@ from random import SystemRandom
 import msgspec
 import pytest
 
+from benchmarks.support.small_models import VOCABULARY
 from engine.errors import KVLoadError, TandemError
 from serving.node.server import NodeServer
 from tests.support.faults.fault_points import FaultPoint
@@ -138,7 +140,7 @@ class Chaos:
 
     async def _hand_over(self, lane: Lane, plan: Plan) -> str:
         """The outcome of one request; asserts that this outcome is allowed."""
-        prompt = draw_prompt(plan, lane.kind)
+        prompt = draw_prompt(plan, lane.kind, self.alone)
         async with self.turn:  # batches would round otherwise
             if prompt not in self.alone:
                 self.alone[prompt] = await generate(self.p, request_of(prompt, SAMPLING))
@@ -164,13 +166,21 @@ class Chaos:
         return "pulled" if was_pulled else "recomputed"
 
 
-def draw_prompt(plan: Plan, kind: Kind) -> Prompt:
-    """One of a few; for a node with a cache a new one, of which it has the beginning or nothing."""
-    if kind.caching:
-        tail = prompt_of(plan.rng.randint(1, MAX_PROMPT - 64), salt=plan.rng.randrange(2, 10**6))
-        return (*SHARED_PREFIX, *tail) if plan.rng.random() < 0.8 else tail
-    number = plan.rng.randrange(NUM_PROMPTS)
-    return prompt_of(1 + number * (MAX_PROMPT - 1) // (NUM_PROMPTS - 1), salt=number)
+def draw_prompt(plan: Plan, kind: Kind, drawn: Container[Prompt]) -> Prompt:
+    """One of a few; for a node with a cache a new one, of which it has the beginning or nothing.
+
+    Of a prompt `drawn` before, such a node may have all: it then reads nothing, and rightly
+    believes a lease that has ended.
+    """
+    if not kind.caching:
+        number = plan.rng.randrange(NUM_PROMPTS)
+        return prompt_of(1 + number * (MAX_PROMPT - 1) // (NUM_PROMPTS - 1), salt=number)
+    while True:
+        length = plan.rng.randint(1, MAX_PROMPT - len(SHARED_PREFIX))
+        tail = tuple(plan.rng.randrange(2, VOCABULARY) for _ in range(length))
+        prompt = (*SHARED_PREFIX, *tail) if plan.rng.random() < 0.8 else tail
+        if prompt not in drawn:
+            return prompt
 
 
 def assert_same(alone: Generation, pair: Generation, *, exact: bool) -> None:
