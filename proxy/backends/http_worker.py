@@ -6,7 +6,7 @@ send ──headers──▶ first event ──next──▶ ... ──▶ the bl
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -85,11 +85,14 @@ class _Open:
 class HttpWorker:
     """The HTTP port of one worker, until `close`. Follows no redirects.
 
-    `api_key` is sent to it as a bearer token.
+    `api_key` is sent to it as a bearer token. `may_repeat`: it may get a request twice.
     """
 
-    def __init__(self, url: NodeUrl, *, api_key: str | None, tls: ClientTls | None) -> None:
+    def __init__(
+        self, url: NodeUrl, *, api_key: str | None, tls: ClientTls | None, may_repeat: bool
+    ) -> None:
         self.url = url
+        self._may_repeat = may_repeat
         self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         self._tls = tls if url.has_tls else None
         self._session: aiohttp.ClientSession | None = None
@@ -190,15 +193,7 @@ class HttpWorker:
         try:
             async with asyncio.timeout(min(deadlines.first_output_s, deadlines.total_s)) as sending:
                 request.sending = sending
-                reply = await self._connected().request(
-                    method,
-                    self.url.text + path,
-                    data=body,
-                    headers=headers,
-                    allow_redirects=False,
-                    ssl=True if self._tls is None else self._tls.context,
-                )
-            request.reply = reply
+                request.reply = reply = await self._reply(method, path, body=body, headers=headers)
             try:
                 yield request, reply
             finally:
@@ -217,6 +212,30 @@ class HttpWorker:
         finally:
             limit.cancel()
             self._open.discard(request)
+
+    async def _reply(
+        self, method: str, path: str, *, body: bytes | None, headers: Mapping[str, str]
+    ) -> aiohttp.ClientResponse:
+        """Asks once more, if it may, where the connection broke before any answer.
+
+        The worker may have closed it, idle, just as the request came: that is no loss of the
+        worker, and one that is lost cannot be connected to.
+        """
+        ask = partial(
+            self._connected().request,
+            method,
+            self.url.text + path,
+            data=body,
+            headers=headers,
+            allow_redirects=False,
+            ssl=True if self._tls is None else self._tls.context,
+        )
+        try:
+            return await ask()
+        except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
+            if not self._may_repeat or isinstance(error, aiohttp.ClientConnectorError):
+                raise
+            return await ask()
 
     def _connected(self) -> aiohttp.ClientSession:
         if self._session is None:
