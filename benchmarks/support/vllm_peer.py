@@ -1,12 +1,10 @@
 """vLLM's own servers as workers on this machine: started, killed and ended with a block.
 
 Knows no engine and imports no vLLM: `program` is the `vllm` of whatever environment has it. Each
-worker has a core, a port, a NIXL side channel and, with caching, KV events. vLLM's workers poll
-without a pause: every one takes its whole core for as long as it lives.
+worker has one thread to compute, a port, a NIXL side channel and, with caching, KV events.
 """
 
 import json
-import os
 import signal
 import socket
 import subprocess
@@ -53,6 +51,10 @@ OPTIONS = (
     *("--gpu-memory-utilization", "0.1", "--enable-prompt-tokens-details"),
 )
 ENVIRONMENT = {
+    # The engine then computes in its own process. Else it and its worker wait for each other by
+    # yielding without a pause, and on two cores the whole machine stood still for up to 38 s.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_HOST_IP": LOOPBACK,
@@ -215,17 +217,13 @@ def workers(
     flags: Sequence[str] = (),
     tell: Tell = lambda *_: None,
 ) -> Iterator[Workers]:
-    """Starts them, one core after the other; all serve, and end with the block.
+    """Starts them; all serve, and end with the block.
 
     `caching`: prefix caching and KV events; a hybrid crashes with it in vLLM's CPU build 0.32.
     `flags`: more of `vllm serve`, for all of them. Raises VllmError.
     """
-    cores = sorted(os.sched_getaffinity(0))
     names = [*(f"P{one}" for one in range(prefill)), *(f"D{one}" for one in range(decode))]
-    made = [
-        _worker(name, setup, cores[place % len(cores)], caching=caching, flags=flags)
-        for place, name in enumerate(names)
-    ]
+    made = [_worker(name, setup, caching=caching, flags=flags) for name in names]
     with ExitStack() as stack:
         stack.callback(_end, made)
         with ctrl_c_later():
@@ -244,11 +242,11 @@ def _end(made: Sequence[Worker]) -> None:
             one.end()
 
 
-def _worker(name: str, setup: Setup, core: int, *, caching: bool, flags: Sequence[str]) -> Worker:
+def _worker(name: str, setup: Setup, *, caching: bool, flags: Sequence[str]) -> Worker:
     http, side = free_ports(2)
-    own = {"VLLM_CPU_OMP_THREADS_BIND": str(core), "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side)}
+    environment = {**ENVIRONMENT, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side)}
     # `env` becomes the server: its process id stays.
-    words = ["env", *(f"{key}={value}" for key, value in {**ENVIRONMENT, **own}.items())]
+    words = ["env", *(f"{key}={value}" for key, value in environment.items())]
     words += [str(setup.program), "serve", str(setup.model), "--port", str(http), *OPTIONS, *flags]
     words += ["--kv-transfer-config", json.dumps(CONNECTOR)]
     words.append("--enable-prefix-caching" if caching else "--no-enable-prefix-caching")

@@ -10,8 +10,7 @@ kill   a prefill or a decode worker is killed under 16 streams: each must go on 
 route  2P2D with KV events: hit tokens of all prefill workers beside those of one endless cache
 
 `--toy-proxy` is `tests/v1/kv_connector/nixl_integration/toy_proxy_server.py` of vLLM's repository;
-its own Python runs it. vLLM's workers poll without a pause and take both cores. The status is 1
-if a part does not hold through Tandem's proxy.
+its own Python runs it. The status is 1 if a part does not hold through Tandem's proxy.
 """
 
 import asyncio
