@@ -7,7 +7,7 @@ import asyncio
 import itertools
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
@@ -24,9 +24,13 @@ STREAMS = 16
 PROMPT, OUTPUT = 500, 96
 LEASE_S = 30.0
 SETTLE_S = 3 * LEASE_S
-POLL_S = 0.5
-# Where in the time of an undisturbed run the kill comes: P's parts are early, D's streams late.
-MOMENTS = {"P": 0.2, "D": 0.6}
+POLL_S = 0.1
+# How far all streams together are when the kill comes: P has computed a fifth of the prompts, or
+# one D of two has made an eighth of the tokens.
+MOMENTS = {
+    "P": ("vllm:prompt_tokens_total", STREAMS * PROMPT // 5),
+    "D": ("vllm:generation_tokens_total", STREAMS * OUTPUT // 8),
+}
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -62,9 +66,7 @@ async def measure(
     requests = [request_of(some_ids(draw, PROMPT), OUTPUT) for _ in range(STREAMS)]
     victim = (up.prefill if role == "P" else up.decode)[0]
     tell(f"{front.name}: undisturbed")
-    began = time.perf_counter()
     calm = await answers(front.url, requests, at_once=STREAMS)
-    calm_s = time.perf_counter() - began
     if errors := {one.error for one in calm if one.error}:
         raise VllmError(f"{front.name} fails undisturbed: {errors}")
     # Other prompts would have other answers, and the same ones are cached: the salt tells apart.
@@ -72,9 +74,10 @@ async def measure(
         msgspec.structs.replace(one, sampling={**one.sampling, "cache_salt": f"kill {seed}"})
         for one in requests
     ]
-    tell(f"{front.name}: {victim.name} is killed after {MOMENTS[role] * calm_s:.1f} s")
+    tell(f"{front.name}: {victim.name} is killed under streams")
+    before = victim.samples()
     asked = asyncio.create_task(answers(front.url, salted, at_once=STREAMS))
-    await asyncio.sleep(MOMENTS[role] * calm_s)
+    await _far_enough(victim, role, before, asked)
     killed = time.perf_counter()
     await asyncio.to_thread(victim.kill)
     broken = await asked
@@ -84,6 +87,19 @@ async def measure(
     await asyncio.to_thread(victim.wait)
     pairs = list(zip(calm, broken, strict=True))
     return _row((front.name, victim.name), pairs, at=killed, back_s=back)
+
+
+async def _far_enough(
+    victim: Worker, role: str, before: Mapping[str, float], asked: asyncio.Task[list[Reply]]
+) -> None:
+    """Raises VllmError where all streams have ended before that."""
+    counter, enough = MOMENTS[role]
+    while not asked.done():
+        now = await asyncio.to_thread(victim.samples)
+        if now[counter] - before[counter] >= enough:
+            return
+        await asyncio.sleep(POLL_S)
+    raise VllmError(f"{victim.name} was not asked for enough: {counter} is below {enough}")
 
 
 async def _blocks_back(living: Sequence[Worker]) -> float | None:
@@ -109,7 +125,7 @@ def _row(
         untouched=sum(got.ended <= at for got in equal),
         errors=len(pairs) - len(answered),
         wrong=len(answered) - len(equal),
-        silence_s=max(_silence(got, at) for _, got in pairs),
+        silence_s=max((_silence(got, at) for _, got in pairs if got.ended > at), default=0.0),
         back_s=back_s,
         said=tuple(sorted({got.error for _, got in pairs if got.error})),
     )
@@ -118,7 +134,7 @@ def _row(
 def _silence(reply: Reply, at: float) -> float:
     """The longest gap of a stream that ends after `at`, its end included."""
     times = [max(at, reply.sent), *(one for one in reply.chunks if one > at), reply.ended]
-    return max((late - early for early, late in itertools.pairwise(times)), default=0.0)
+    return max(late - early for early, late in itertools.pairwise(times))
 
 
 def cells(row: Row) -> list[str]:

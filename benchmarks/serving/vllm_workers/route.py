@@ -18,10 +18,12 @@ from benchmarks.serving.vllm_workers.asking import Ids, answers, request_of, som
 from benchmarks.serving.vllm_workers.fronts import Front
 from benchmarks.support.vllm_peer import BLOCK, Workers
 
-HEADERS = ("through", "requests", "hits, tokens", "ideal", "of the ideal", "by worker", "failed")
+HEADERS = (
+    *("through", "at once", "requests", "hits, tokens", "ideal", "of the ideal", "by worker"),
+    *("failed", "s"),
+)
 HITS = "vllm:prefix_cache_hits_total"
 OUTPUT = 4
-AT_ONCE = 4
 # Until events of the groups' prompts have come.
 SETTLE_S = 2.0
 
@@ -40,6 +42,7 @@ class Row(msgspec.Struct, frozen=True):
     """One way of routing; tokens, as vLLM's prefill workers count them."""
 
     through: str
+    at_once: int
     requests: int
     hits: tuple[int, ...]
     ideal: int
@@ -53,20 +56,21 @@ class Row(msgspec.Struct, frozen=True):
 
 
 async def measure(
-    front: Front, up: Workers, shape: Shape, *, tell: Callable[[str], None], seed: int
+    front: Front, up: Workers, at_once: int, *, tell: Callable[[str], None], seed: int
 ) -> Row:
     """Prompts of `seed` are in no cache yet; groups' prompts come first, one by one."""
-    first, rest = load(shape, seed)
+    first, rest = load(Shape(), seed)
     before = _hits(up)
-    tell(front.name)
+    tell(f"{front.name}, {at_once} at once")
     began = time.perf_counter()
     replies = await answers(front.url, first, at_once=1)
     await asyncio.sleep(SETTLE_S)
-    replies += await answers(front.url, rest, at_once=AT_ONCE)
+    replies += await answers(front.url, rest, at_once=at_once)
     seconds = time.perf_counter() - began
     hits = tuple(after - early for early, after in zip(before, _hits(up), strict=True))
     return Row(
         through=front.name,
+        at_once=at_once,
         requests=len(replies),
         hits=hits,
         ideal=ideal_hits(first) + ideal_hits(rest, first),
@@ -119,5 +123,6 @@ def _failed(replies: Sequence[Reply]) -> int:
 def cells(row: Row) -> list[str]:
     """One line of the table."""
     by_worker = " + ".join(map(str, row.hits))
-    counts = (str(row.requests), str(sum(row.hits)), str(row.ideal))
-    return [row.through, *counts, f"{row.share:.3f}", by_worker, str(row.failed)]
+    counts = (row.at_once, row.requests, sum(row.hits), row.ideal)
+    last = (f"{row.share:.3f}", by_worker, str(row.failed), f"{row.seconds:.0f}")
+    return [row.through, *map(str, counts), *last]
