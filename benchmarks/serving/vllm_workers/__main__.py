@@ -162,7 +162,7 @@ def run_route(bench: Bench) -> tuple[list[route.Row], bool]:
     note = f"an answer has {route.OUTPUT} tokens"
     _publish(bench, "Routing", note, headers=route.HEADERS, rows=list(map(route.cells, rows)))
     judged = [row for row in rows if row.at_once == ALONE]
-    return rows, all(row.share >= TARGET and not row.failed for row in judged)
+    return rows, all(row.share >= TARGET and not row.errors for row in judged)
 
 
 def _fronts(bench: Bench, stack: Stack, up: Workers) -> list[Callable[[], Any]]:

@@ -77,7 +77,7 @@ async def measure(
     tell(f"{front.name}: {victim.name} is killed under streams")
     before = victim.samples()
     asked = asyncio.create_task(answers(front.url, salted, at_once=STREAMS))
-    await _far_enough(victim, role, before, asked)
+    await _far_enough(victim, role, before=before, asked=asked)
     killed = time.perf_counter()
     await asyncio.to_thread(victim.kill)
     broken = await asked
@@ -90,7 +90,7 @@ async def measure(
 
 
 async def _far_enough(
-    victim: Worker, role: str, before: Mapping[str, float], asked: asyncio.Task[list[Reply]]
+    victim: Worker, role: str, *, before: Mapping[str, float], asked: asyncio.Task[list[Reply]]
 ) -> None:
     """Raises VllmError where all streams have ended before that."""
     counter, enough = MOMENTS[role]

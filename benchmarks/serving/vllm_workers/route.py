@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from benchmarks.load.reply import Reply
 from benchmarks.load.request import Request
 from benchmarks.serving.vllm_workers.asking import Ids, answers, request_of, some_ids
 from benchmarks.serving.vllm_workers.fronts import Front
@@ -46,7 +45,7 @@ class Row(msgspec.Struct, frozen=True):
     requests: int
     hits: tuple[int, ...]
     ideal: int
-    failed: int
+    errors: tuple[str, ...]
     seconds: float
 
     @property
@@ -74,7 +73,7 @@ async def measure(
         requests=len(replies),
         hits=hits,
         ideal=ideal_hits(first) + ideal_hits(rest, first),
-        failed=_failed(replies),
+        errors=tuple(one.error for one in replies if one.error),
         seconds=seconds,
     )
 
@@ -116,13 +115,9 @@ def _hits(up: Workers) -> list[int]:
     return [int(one.samples().get(HITS, 0)) for one in up.prefill]
 
 
-def _failed(replies: Sequence[Reply]) -> int:
-    return sum(bool(one.error) for one in replies)
-
-
 def cells(row: Row) -> list[str]:
     """One line of the table."""
     by_worker = " + ".join(map(str, row.hits))
     counts = (row.at_once, row.requests, sum(row.hits), row.ideal)
-    last = (f"{row.share:.3f}", by_worker, str(row.failed), f"{row.seconds:.0f}")
+    last = (f"{row.share:.3f}", by_worker, str(len(row.errors)), f"{row.seconds:.0f}")
     return [row.through, *map(str, counts), *last]
