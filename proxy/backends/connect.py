@@ -30,8 +30,6 @@ def connect(url: WorkerUrl, options: WorkerOptions, tls: ClientTls | None) -> Wo
     """The client of a worker, which is not reached yet. `tls`: for those that speak it."""
     if url.backend is Backend.TANDEM:
         return TandemNode(url.url, token=options.token, tls=tls)
-    is_vllm = url.backend is Backend.VLLM
-    # Both of SGLang's parts know a request by its room, which serves once.
-    http = HttpWorker(url.url, api_key=options.api_key, tls=tls, may_repeat=is_vllm)
-    kind = VllmWorker if is_vllm else SglangWorker
+    http = HttpWorker(url.url, api_key=options.api_key, tls=tls)
+    kind = VllmWorker if url.backend is Backend.VLLM else SglangWorker
     return kind(http, tokenizer=options.tokenizer, events=options.events.get(url.url.text))

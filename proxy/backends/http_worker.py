@@ -6,7 +6,7 @@ send ──headers──▶ first event ──next──▶ ... ──▶ the bl
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -33,8 +33,6 @@ MAX_ANSWER_BYTES: Final = 64 * 2**20
 MAX_PAGE_BYTES: Final = 4 * 2**20
 """Of what a worker says of itself, which is read between other requests' tokens."""
 MAX_EVENT_BYTES: Final = 8 * 2**20
-KEEP_ALIVE_S: Final = 2.0
-"""Servers close idle connections after 5 s: a request must not meet one that is closing."""
 REFUSALS: Final = frozenset({400, 413, 422})
 """The request is wrong, whichever worker gets it."""
 
@@ -85,14 +83,11 @@ class _Open:
 class HttpWorker:
     """The HTTP port of one worker, until `close`. Follows no redirects.
 
-    `api_key` is sent to it as a bearer token. `may_repeat`: it may get a request twice.
+    `api_key` is sent to it as a bearer token.
     """
 
-    def __init__(
-        self, url: NodeUrl, *, api_key: str | None, tls: ClientTls | None, may_repeat: bool
-    ) -> None:
+    def __init__(self, url: NodeUrl, *, api_key: str | None, tls: ClientTls | None) -> None:
         self.url = url
-        self._may_repeat = may_repeat
         self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         self._tls = tls if url.has_tls else None
         self._session: aiohttp.ClientSession | None = None
@@ -193,7 +188,15 @@ class HttpWorker:
         try:
             async with asyncio.timeout(min(deadlines.first_output_s, deadlines.total_s)) as sending:
                 request.sending = sending
-                request.reply = reply = await self._reply(method, path, body=body, headers=headers)
+                reply = await self._connected().request(
+                    method,
+                    self.url.text + path,
+                    data=body,
+                    headers=headers,
+                    allow_redirects=False,
+                    ssl=True if self._tls is None else self._tls.context,
+                )
+            request.reply = reply
             try:
                 yield request, reply
             finally:
@@ -213,34 +216,13 @@ class HttpWorker:
             limit.cancel()
             self._open.discard(request)
 
-    async def _reply(
-        self, method: str, path: str, *, body: bytes | None, headers: Mapping[str, str]
-    ) -> aiohttp.ClientResponse:
-        """Asks once more, if it may, where the connection broke before any answer.
-
-        The worker may have closed it, idle, just as the request came: that is no loss of the
-        worker, and one that is lost cannot be connected to.
-        """
-        ask = partial(
-            self._connected().request,
-            method,
-            self.url.text + path,
-            data=body,
-            headers=headers,
-            allow_redirects=False,
-            ssl=True if self._tls is None else self._tls.context,
-        )
-        try:
-            return await ask()
-        except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
-            if not self._may_repeat or isinstance(error, aiohttp.ClientConnectorError):
-                raise
-            return await ask()
-
     def _connected(self) -> aiohttp.ClientSession:
         if self._session is None:
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
+                # Each request has a connection of its own. A server may close an idle one just as
+                # a request comes, which looks like a worker that is lost; and what P has handed
+                # over may be read once, so such a request could not be sent again.
+                connector=aiohttp.TCPConnector(limit=0, force_close=True),
                 # Requests of many clients share the session: none gets the cookies of another.
                 cookie_jar=aiohttp.DummyCookieJar(),
                 timeout=aiohttp.ClientTimeout(total=None),

@@ -65,10 +65,14 @@ class Fault:
 
 @dataclass(slots=True, eq=False)
 class Asked:
-    """One request. `end`: "ok", "cut" by the other side, "broken" by the double, or "aborted"."""
+    """One request. `end`: "ok", "cut" by the other side, "broken" by the double, or "aborted".
+
+    `port` is that of whoever asks: another one for each connection.
+    """
 
     headers: Mapping[str, str]
     body: dict[str, Any]
+    port: int
     end: str = ""
     num_sent: int = 0
 
@@ -157,7 +161,9 @@ class WorkerDouble:
         return show
 
     async def _serve(self, request: web.Request) -> web.StreamResponse:
-        asked = Asked(request.headers.copy(), json.loads(await request.read()))
+        assert request.transport is not None
+        _, port = request.transport.get_extra_info("peername")
+        asked = Asked(request.headers.copy(), json.loads(await request.read()), port)
         self.asked.append(asked)
         self.open.add(asked)
         self.expect(bool(asked.request_id), "there is an X-Request-Id")
