@@ -67,8 +67,8 @@ class AttentionIndex:
     """The places of an attention group's tokens: rows of pages to read, rows of tokens to write.
 
     `block_tables` int64 [sequences, max_blocks] (unused tail entries point at any valid row);
-    `slot_mapping` int64 [tokens * num_kv_heads], heads fastest; `positions` int64 [tokens], those
-    of the batch.
+    `slot_mapping` int64 [tokens * num_kv_heads], heads fastest, -1 of a row of padding; `positions`
+    int64 [tokens], those of the batch.
     """
 
     block_tables: Tensor
@@ -91,7 +91,7 @@ class StateExport:
 
 @dataclass(slots=True, frozen=True)
 class StateIndex:
-    """The unit that holds each sequence's state: `units` int64 [sequences].
+    """The unit that holds each sequence's state: `units` int64 [sequences]; -1 of a row of padding.
 
     `decode_run` is the same information for the decodes when their units are consecutive and
     ascending: then states are updated in place through a slice, without gather and scatter.

@@ -3,12 +3,16 @@
 `--dist loadscope --no-loadscope-reorder` hands groups out in this order, one after the other.
 """
 
+import os
 import zlib
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 from xdist.scheduler import LoadScopeScheduling
+
+# Triton's kernels run in its interpreter; it looks when it is imported.
+os.environ["TRITON_INTERPRET"] = "1"
 
 # A busy machine is no failure, and every run tries the same examples; tests that cross more say so.
 settings.register_profile("everyday", deadline=None, derandomize=True)

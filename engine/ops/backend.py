@@ -7,12 +7,16 @@ tested against is `naive.py` beside each operator; of the router it is `fast.py`
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Protocol
 
+import structlog
 import torch
 from torch import Tensor
 
 from engine.compute_config import KernelChoice, Quantization
+from engine.distribution import how_to_install
 from engine.forward import AttentionCache, AttentionIndex, StateIndex
 from engine.model_configs.feed_forward import Activation, RouterConfig
 from engine.model_configs.recurrent import Gating
@@ -47,6 +51,8 @@ from engine.ops.selective_scan.fast import selective_scan
 from engine.ops.ssd.fast import ssd
 from engine.ops.ssd.native import NativeSSD
 from engine.ops.ssd.parameters import SSDParameters
+
+log = structlog.get_logger()
 
 
 class Product(Protocol):
@@ -284,12 +290,13 @@ class MakeMixture(Protocol):
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Ops:
-    """One column of the table; `native`: the kernels that it calls, or None where torch does all.
+    """One column of the table; `native`: the kernels for CPUs that it calls, or None.
 
     A `pool` [units, ...] holds one kind of state of a layer, by unit; the batch's states in it move
-    on in place.
+    on in place. `name`: the column's, in the log and in a model's identity.
     """
 
+    name: str
     native: Kernels | None
     linear: MakeProduct
     norm: MakeNorm
@@ -306,16 +313,12 @@ class Ops:
     router: MakeRouter
     experts: MakeMixture
 
-    @property
-    def name(self) -> str:
-        """The column's name, in the log and in a model's identity."""
-        return "torch" if self.native is None else "native"
-
 
 def torch_ops(quantization: Quantization | None = None) -> Ops:
     """Torch's own operators: right on any device. All layers share temporaries."""
     scratch = Scratch()
     return Ops(
+        name="torch",
         native=None,
         linear=TorchLinear if quantization is None else TorchInt8Linear,
         norm=TorchNorm,
@@ -354,6 +357,7 @@ def native_ops(kernels: Kernels, quantization: Quantization | None = None) -> Op
     # makes a hundred calls.
     return replace(
         torch_ops(),
+        name="native",
         native=kernels,
         linear=linear,
         paged_attention=NativeAttention(kernels),
@@ -380,10 +384,27 @@ def ops_for(
 ) -> Ops:
     """The operators of a model of `dtype` on `device`; one table for all of its layers.
 
-    `auto` takes the native kernels where they run: on some CPUs. `quantization` is that of linear
-    layers' matrices.
+    `auto` takes kernels where they run: the native ones on some CPUs, Triton's on a CUDA device.
+    `quantization` is that of linear layers' matrices.
     """
+    if kernels == "auto" and device.type == "cuda":
+        missing = [package for package in ("triton", "fla") if find_spec(package) is None]
+        if not missing:
+            return cuda_ops(quantization)
+        log.warning(
+            "torch's operators run on the device", missing=missing, fix=how_to_install("cuda")
+        )
     found = None
     if kernels == "auto" and device.type == "cpu":
         found = load_kernels(dtype)
     return torch_ops(quantization) if found is None else native_ops(found, quantization)
+
+
+def cuda_ops(quantization: Quantization | None = None) -> Ops:
+    """The operators of a CUDA device: Triton kernels, and torch's for the rest.
+
+    In Triton's interpreter they run on a CPU, in float32 (`TRITON_INTERPRET=1` in the environment).
+    """
+    # By name: a node on a CPU has no Triton, and imports none.
+    ops: Ops = import_module("engine.ops.cuda_column").fill(torch_ops(quantization))
+    return ops

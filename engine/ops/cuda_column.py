@@ -1,0 +1,21 @@
+"""The column of CUDA devices in the table of operators; imports Triton, so import it by name.
+
+Rules of its kernels:
+
+- A decode step reads no list and asks the device nothing, so that a CUDA graph can hold it. What
+  differs from step to step is read by the kernels from tensors whose places stay: `units`,
+  `block_tables`, `slot_mapping` and `positions`; a decode's length is its position + 1.
+- A graph is for more rows than a step may have. Rows that are left over have unit -1 and slots -1,
+  and position 0: kernels read what such a row names, and write nothing for it but its own row of
+  the result.
+- The result of a row depends on that row alone: not on the batch, nor on how a grid is cut.
+"""
+
+from dataclasses import replace
+
+from engine.ops.backend import Ops
+
+
+def fill(torch_ops: Ops) -> Ops:
+    """The column: kernels where there are some, `torch_ops` for the rest."""
+    return replace(torch_ops, name="cuda")
