@@ -143,7 +143,7 @@ class AsyncEngine:
                 matcher.close()
             if not all_taken:
                 # The caller left or failed. The scheduler ignores ids that it does not know.
-                self._inbox.put(lambda: self.core.scheduler.abort(request_id))
+                self._inbox.put(lambda: self._abort(request_id))
 
     async def between_steps(self, call: Callable[[], None]) -> None:
         """Runs `call` in the engine thread, and raises the TandemError that it raises.
@@ -155,6 +155,7 @@ class AsyncEngine:
         def guarded() -> None:
             error = None
             try:
+                self._emit(self.core.settle())
                 call()
             except TandemError as raised:
                 error = raised
@@ -291,6 +292,12 @@ class AsyncEngine:
         except TandemError as error:
             self._admission.withdraw(request.request_id)
             self._emit(StepNews(errors=[(request.request_id, error)]))
+
+    def _abort(self, request_id: str) -> None:
+        """Runs in the engine thread."""
+        # A step that runs ahead may be writing to the request's blocks.
+        self._emit(self.core.settle())
+        self.core.scheduler.abort(request_id)
 
     def _run(self) -> None:
         """The engine thread."""

@@ -243,10 +243,13 @@ class Request:
             num_tokens_lost_to_state=self.num_lost_to_state,
         )
 
-    def forbidden_tokens(self) -> frozenset[TokenId]:
-        """Tokens that would end the output before `min_tokens`, or complete a bad word."""
+    def forbidden_tokens(self, position: int) -> frozenset[TokenId]:
+        """Tokens that would end the output before `min_tokens`, or complete a bad word.
+
+        Of the choice after `position` tokens of prompt and output.
+        """
         bad = frozenset() if self.bad_words is None else self.bad_words.forbidden(self.token_ids)
-        if self.num_output_tokens >= self.sampling.min_tokens:
+        if position - self.num_prompt_tokens >= self.sampling.min_tokens:
             return bad
         return bad | self.eos_token_ids | frozenset(self.sampling.stop_token_ids)
 

@@ -16,6 +16,10 @@ from engine.types import GenerateOutput, PromptLogprobs, SamplingParams, TokenId
 
 NO_TOKENS: frozenset[TokenId] = frozenset()
 NO_COUNTS: Mapping[TokenId, int] = MappingProxyType({})
+UNKNOWN_TOKEN: TokenId = -1
+"""The token of a decode that is launched before the step before it has been read."""
+MAX_STOPS = 16
+"""Tokens that end a request, beyond which it does not run one step ahead."""
 
 
 class StateSave(msgspec.Struct, frozen=True):
@@ -59,6 +63,10 @@ class ScheduledRequest(msgspec.Struct, frozen=True):
 
     `tables[g]`: its blocks in KV cache group g. They are the scheduler's own lists, to be read
     within this step. `sampling`: given when `token_ids` reach the end of the known tokens.
+
+    A decode one step ahead has the token that the step before chooses for it, in place of
+    `UNKNOWN_TOKEN`, unless that token is one of its `stops`: then the request ends there, and no
+    byte may be written for it.
     """
 
     request_id: str
@@ -68,6 +76,12 @@ class ScheduledRequest(msgspec.Struct, frozen=True):
     sampling: SamplingInput | None = None
     saves: tuple[StateSave, ...] = ()
     targets: PromptTargets | None = None
+    stops: tuple[TokenId, ...] = ()
+
+    @property
+    def is_ahead(self) -> bool:
+        """True if its token is not known yet."""
+        return self.token_ids[0] == UNKNOWN_TOKEN
 
     @property
     def end(self) -> int:

@@ -4,6 +4,7 @@
 """
 
 import os
+import sys
 import zlib
 from pathlib import Path
 
@@ -13,6 +14,9 @@ from xdist.scheduler import LoadScopeScheduling
 
 # Triton's kernels run in its interpreter; it looks when it is imported.
 os.environ["TRITON_INTERPRET"] = "1"
+
+# Where it is installed transformers computes with it, also on a CPU, which it cannot.
+sys.modules["fla"] = None  # type: ignore[assignment]
 
 # A busy machine is no failure, and every run tries the same examples; tests that cross more say so.
 settings.register_profile("everyday", deadline=None, derandomize=True)

@@ -39,8 +39,7 @@ from engine.model_configs.recurrent import (
     ShortConvConfig,
 )
 from engine.model_configs.rope import RopeConfig
-from engine.native.kernels import Kernels
-from engine.ops.backend import Norm, Product
+from engine.ops.backend import Norm, Product, Recorder
 from engine.weights.weights import Weights
 
 MIXERS: Mapping[type, MakeMixer[Any]] = MappingProxyType(
@@ -70,7 +69,7 @@ class HybridModel:
     norm: Norm
     head: Product
     rotary: Mapping[RopeConfig, Rotary]
-    kernels: Kernels | None
+    recorder: Recorder | None
 
     def forward(self, batch: ForwardBatch, caches: LayerCaches) -> Tensor:
         rotary = {rope: table.select(batch) for rope, table in self.rotary.items()}
@@ -112,7 +111,7 @@ def build(config: ModelConfig, weights: Weights) -> HybridModel:
         blocks=blocks,
         norm=load_norm(weights, "model.norm", config),
         head=output_head(weights, embeddings, tied=config.tie_word_embeddings),
-        kernels=weights.ops.native,
+        recorder=weights.ops.recorder,
         rotary={
             rope: Rotary(rope, weights.dtype, weights.device, ops=weights.ops)
             for rope in _ropes(config)

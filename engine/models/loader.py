@@ -14,18 +14,17 @@ from engine.forward import TORCH_DTYPES, ForwardBatch, LayerCaches
 from engine.model_configs.identity import ModelIdentity, identity_of
 from engine.model_configs.model_config import ModelConfig
 from engine.models.hybrid import build
-from engine.native.kernels import Kernels
-from engine.ops.backend import Ops, ops_for
+from engine.ops.backend import Ops, Recorder, ops_for
 from engine.weights.digest import WeightsDigest
 from engine.weights.files import WeightFiles
 from engine.weights.weights import Weights
 
 
 class CausalLM(Protocol):
-    """A model of any family. `kernels`: the native ones that it is built of, or None."""
+    """A model of any family. `recorder`: that of its column of operators, or None."""
 
     @property
-    def kernels(self) -> Kernels | None: ...
+    def recorder(self) -> Recorder | None: ...
 
     def forward(self, batch: ForwardBatch, caches: LayerCaches) -> Tensor:
         """Hidden states [tokens, hidden] of the batch; writes K/V and states into `caches`."""

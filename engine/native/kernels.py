@@ -60,12 +60,14 @@ class Kernel:
 class Kernels:
     """All kernels for one dtype of models, float32 or bfloat16, on `threads` threads."""
 
+    takes_padding = False
+
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype, threads: int) -> None:
         self.library = library
         self.dtype = dtype
         self.threads = threads
         self.calls: Calls | None = None
-        self.torch_work: list[str] = []
+        self.why_not = ""
         self.huge_pages = HugePages()
         self._workspace = Workspace()
         self._results = Workspace(REGION_BYTES)
@@ -112,7 +114,7 @@ class Kernels:
         try:
             with seen:
                 result = run()
-            self.torch_work = sorted(set(seen.names))
+            self.why_not = f"torch computes {sorted(set(seen.names))}"
             recording = None if seen.names else Recording(self.calls, self._replay)
         finally:
             self.calls = None

@@ -288,16 +288,38 @@ class MakeMixture(Protocol):
     ) -> Mixture: ...
 
 
+class Replay(Protocol):
+    """A recorded pass: the same kernels on the same addresses."""
+
+    def replay(self) -> None: ...
+
+
+class Recorder(Protocol):
+    """Records passes of decodes, so that a step is one call.
+
+    `takes_padding`: the kernels write nothing for units and slots of -1, so that a recording is for
+    any number of rows up to its own, and `record` may run a pass of padding as often as it likes.
+    Else it runs the pass once. `why_not`: the reason when the last pass could not be recorded.
+    """
+
+    takes_padding: bool
+    why_not: str
+
+    def record(self, run: Callable[[], Tensor]) -> tuple[Replay | None, Tensor]:
+        """The recording of a pass, and its result, which each replay writes anew."""
+
+
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Ops:
-    """One column of the table; `native`: the kernels for CPUs that it calls, or None.
+    """One column of the table.
 
     A `pool` [units, ...] holds one kind of state of a layer, by unit; the batch's states in it move
-    on in place. `name`: the column's, in the log and in a model's identity.
+    on in place. `name`: the column's, in the log and in a model's identity. `recorder`: of passes
+    that run on its kernels alone, or None.
     """
 
     name: str
-    native: Kernels | None
+    recorder: Recorder | None
     linear: MakeProduct
     norm: MakeNorm
     gated_norm: MakeGatedNorm
@@ -319,7 +341,7 @@ def torch_ops(quantization: Quantization | None = None) -> Ops:
     scratch = Scratch()
     return Ops(
         name="torch",
-        native=None,
+        recorder=None,
         linear=TorchLinear if quantization is None else TorchInt8Linear,
         norm=TorchNorm,
         gated_norm=TorchGatedNorm,
@@ -358,7 +380,7 @@ def native_ops(kernels: Kernels, quantization: Quantization | None = None) -> Op
     return replace(
         torch_ops(),
         name="native",
-        native=kernels,
+        recorder=kernels,
         linear=linear,
         paged_attention=NativeAttention(kernels),
         router=partial(NativeRouter, kernels),

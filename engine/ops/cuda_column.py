@@ -14,8 +14,9 @@ Rules of its kernels:
 from dataclasses import replace
 
 from engine.ops.backend import Ops
+from engine.ops.cuda_graphs import CudaGraphs
 
 
 def fill(torch_ops: Ops) -> Ops:
     """The column: kernels where there are some, `torch_ops` for the rest."""
-    return replace(torch_ops, name="cuda")
+    return replace(torch_ops, name="cuda", recorder=CudaGraphs())

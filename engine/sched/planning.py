@@ -16,8 +16,10 @@ from engine.kv_cache.tables import BlockTables
 from engine.kv_connector import Match, SchedulerConnector
 from engine.request import Request
 from engine.step import (
+    MAX_STOPS,
     NO_COUNTS,
     NO_TOKENS,
+    UNKNOWN_TOKEN,
     BlockLoad,
     LoadFailure,
     PromptTargets,
@@ -128,29 +130,58 @@ class Load:
 
 
 class Planned(msgspec.Struct):
-    """The next `num_tokens` of `request`; they count as computed once the worker returns.
+    """`num_tokens` of `request` from `start` on; they count as computed once the worker returns.
 
     `positions`: after which its states are worth keeping; `checkpoints`: those that found room.
     """
 
     request: Request
+    start: int
     num_tokens: int
     positions: tuple[int, ...]
     checkpoints: tuple[Checkpoint, ...] = ()
+
+    @property
+    def end(self) -> int:
+        """Tokens that are computed after it."""
+        return self.start + self.num_tokens
+
+    @property
+    def goes_on(self) -> bool:
+        """True if the request decodes in the next step, whatever token this one chooses for it.
+
+        Unless that is one of its stops, of which the worker takes a few. The next choice must need
+        no more than the parameters: grammars, bad words and penalties need the token itself.
+        """
+        request, params = self.request, self.request.sampling
+        return (
+            self.end == request.num_tokens
+            and request.num_tokens + 1 < request.max_total_tokens
+            and request.num_output_tokens + 1 >= params.min_tokens
+            and len(request.eos_token_ids) + len(params.stop_token_ids) <= MAX_STOPS
+            and request.matcher is None
+            and request.bad_words is None
+            and params.repetition_penalty == 1.0
+            and params.presence_penalty == params.frequency_penalty == 0.0
+        )
 
     def worker_input(self) -> ScheduledRequest:
         """The worker's view; it samples only if the step computes the last known token."""
         request, tokens = self.request, self.request.token_ids
         assert request.blocks is not None
-        start, end = request.num_computed_tokens, request.num_computed_tokens + self.num_tokens
+        is_ahead = self.start == len(tokens)
+        stops = (*request.eos_token_ids, *request.sampling.stop_token_ids) if is_ahead else ()
         return ScheduledRequest(
             request.request_id,
-            tokens[start:end],
-            start,
+            (UNKNOWN_TOKEN,) if is_ahead else tokens[self.start : self.end],
+            self.start,
             request.blocks.groups,
-            _sampling_input(request) if end == len(tokens) else None,
+            _sampling_input(request, self.end) if self.end >= len(tokens) else None,
             tuple([StateSave(kept.num_tokens, kept.states) for kept in self.checkpoints]),
-            None if request.sampling.prompt_logprobs is None else _targets(request, start, end),
+            None
+            if request.sampling.prompt_logprobs is None
+            else _targets(request, self.start, self.end),
+            stops,
         )
 
 
@@ -166,14 +197,14 @@ def _targets(request: Request, start: int, end: int) -> PromptTargets | None:
     return PromptTargets(first - start, targets, num_top)
 
 
-def _sampling_input(request: Request) -> SamplingInput:
+def _sampling_input(request: Request, position: int) -> SamplingInput:
     """With no more than the parameters ask for: most requests need none of the sets."""
-    params, tokens = request.sampling, request.token_ids
+    params = request.sampling
     counted = params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
     return SamplingInput(
         params,
-        len(tokens),
-        request.forbidden_tokens() if params.min_tokens or params.bad_words else NO_TOKENS,
+        position,
+        request.forbidden_tokens(position) if params.min_tokens or params.bad_words else NO_TOKENS,
         request.seen_tokens() if params.repetition_penalty != 1.0 else NO_TOKENS,
         request.token_counts if counted else NO_COUNTS,
         request.allowed_tokens(),

@@ -3,6 +3,7 @@
 Torch-free. Knows that tokens may come from outside (the seam), never from whom."""
 
 import heapq
+from collections import deque
 from dataclasses import dataclass
 
 import msgspec
@@ -80,7 +81,9 @@ class Scheduler:
         self._running: list[Request] = []
         self.holds: dict[str, Request] = {}  # finished, and kept until `num_holds` is 0
         self._saving: dict[str, Pin] = {}
-        self._planned: list[Planned] = []
+        self._planned: list[Planned] = []  # of the step that is being planned
+        # Of steps whose results are not here yet: one, or two when one runs ahead.
+        self._in_flight: deque[list[Planned]] = deque()
         self._news = StepNews()
         self._arrivals = 0
         # The first in line that found no room, and the number of releases then: it is not looked
@@ -109,7 +112,8 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """True if a step could do something now; loads and leases wake the engine by themselves."""
-        return bool(self._running or self._waiting or self._news.outputs or self._news.errors)
+        news = self._news.outputs or self._news.errors
+        return bool(self._running or self._waiting or self._in_flight or news)
 
     def add(self, request: Request, first_token: FirstToken | None = None) -> None:
         """Queues a request. Raises OverloadedError when too many wait.
@@ -166,7 +170,6 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput:
         """The next step's work: running requests, then waiting ones as budget and room allow."""
         budget = self.config.max_num_batched_tokens
-        self._planned = []
         preemptions = self.stats.num_preemptions
         for request in list(self._running):  # a copy: a preemption removes some
             if request.status is RequestStatus.RUNNING and budget:
@@ -179,11 +182,38 @@ class Scheduler:
             budget -= used
         while self._unresolved:
             self._waiting.push(self._unresolved.pop())
+        return self._hand_out()
+
+    def schedule_ahead(self) -> SchedulerOutput | None:
+        """The step after the one in flight, before its tokens are known; None where it must wait.
+
+        Each request of the step in flight decodes once more. So nobody may join, all must go on,
+        and the blocks that they need must be free: then the next plan cannot be another one, but
+        for requests that end by a token of their stops.
+        """
+        (in_flight,) = self._in_flight
+        if not in_flight or len(in_flight) != len(self._running) or self.cache.copies():
+            return None
+        if self._may_start_another() or not all(map(self._goes_on, in_flight)):
+            return None
+        for item in in_flight:
+            # What was taken before one finds no room is used by the step that is planned instead.
+            assert item.request.blocks is not None
+            if not self.cache.grow(item.request.blocks, item.end + 1):
+                return None
+        for item in in_flight:
+            self._plan(item.request, item.end, 1)
+        return self._hand_out()
+
+    def _hand_out(self) -> SchedulerOutput:
+        """The worker's view of what is planned, which is in flight from now on."""
+        planned, self._planned = self._planned, []
         # Only now: states that are kept for reuse take no room from requests of this step.
-        for item in self._planned:
+        for item in planned:
             prefix = item.request.prefix
             item.checkpoints = self.cache.reserve_checkpoints(prefix, item.positions)
-        scheduled = tuple([item.worker_input() for item in self._planned])
+        scheduled = tuple([item.worker_input() for item in planned])
+        self._in_flight.append(planned)
         # After the last block was reserved: the connector hears what this step evicts.
         meta = self._connector.build_meta(scheduled)
         for save in meta.saves:
@@ -192,11 +222,13 @@ class Scheduler:
         return SchedulerOutput(scheduled, new_states, copies, meta.message)
 
     def update(self, computed: ModelRunnerOutput, transfers: ConnectorOutput) -> StepNews:
-        """Takes the results of the current step; returns the news for callers."""
+        """Takes the results of the earliest step in flight; returns the news for callers."""
         self.cache.copies_done()  # the sources of copies may be evicted from now on
-        planned, self._planned = self._planned, []
-        for item in planned:
+        for item in self._in_flight.popleft():
             request, name = item.request, item.request.request_id
+            if request.is_finished:  # by the token before; the worker wrote nothing for it
+                self.cache.states.drop(item.checkpoints)
+                continue
             if name in computed.failed:
                 self.cache.states.drop(item.checkpoints)
                 self._fail(request, computed.failed[name])
@@ -237,6 +269,14 @@ class Scheduler:
             self.stats.wrote(request, [kept.num_tokens for kept in item.checkpoints])
             self.cache.publish_checkpoints(request.blocks, item.checkpoints)
 
+    def _goes_on(self, item: Planned) -> bool:
+        """True if the step after the one in flight may be planned before that one's token is known.
+
+        A state to keep is known by the tokens before it, so the step that makes one has to wait.
+        """
+        interval = self.config.mamba_decode_checkpoint_interval
+        return item.goes_on and not (interval and (item.end + 1) % interval == 0)
+
     def _may_start_another(self) -> bool:
         """True if the first waiting request may try to start; see `_without_room`."""
         if not self._waiting or self.num_running >= self.config.max_num_seqs:
@@ -258,7 +298,7 @@ class Scheduler:
             self._preempt(victim)
             if victim is request:
                 return 0
-        self._plan(request, num_tokens)
+        self._plan(request, request.num_computed_tokens, num_tokens)
         return num_tokens
 
     def _schedule_waiting(self, request: Request, budget: int) -> int | None:
@@ -299,7 +339,7 @@ class Scheduler:
         num_tokens = _next_chunk(request, request.num_computed_tokens, budget)
         request.move(RequestStatus.RUNNING)
         self._running.append(request)
-        self._plan(request, num_tokens)
+        self._plan(request, request.num_computed_tokens, num_tokens)
         return num_tokens
 
     def _is_refused(self, request: Request) -> bool:
@@ -358,15 +398,15 @@ class Scheduler:
         if start.hit.branch_point > max(num_here, request.num_known_tokens):
             request.lose(start.hit.branch_point, NO_CHECKPOINT)
 
-    def _plan(self, request: Request, num_tokens: int) -> None:
-        start, end = request.num_computed_tokens, request.num_computed_tokens + num_tokens
+    def _plan(self, request: Request, start: int, num_tokens: int) -> None:
+        end = start + num_tokens
         if start < request.num_prompt_tokens:  # a chunk never crosses the end of the prompt
             assert request.blocks is not None
             positions = due(request.blocks.checkpoints, start, end)
         else:
             interval = self.config.mamba_decode_checkpoint_interval
             positions = decode_positions(request.num_prompt_tokens, start, end, interval=interval)
-        self._planned.append(Planned(request, num_tokens, positions))
+        self._planned.append(Planned(request, start, num_tokens, positions))
 
     def _preempt(self, request: Request) -> None:
         """Frees all blocks; the request starts again, from whatever prefix is cached then."""

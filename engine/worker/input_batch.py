@@ -60,7 +60,7 @@ class InputBatcher:
 
     def __init__(self, plan: ArenaPlan, device: torch.device) -> None:
         self._plan = plan
-        self._device = device
+        self.device = device
         self._pages = {group: GroupPages(plan, group) for group in plan.attention_groups}
         self._state_groups = plan.state_groups
 
@@ -78,7 +78,7 @@ class InputBatcher:
         context_lens = [item.num_computed_tokens for item in ordered]
         lens = SequenceLens(query_lens.count(1), query_lens, context_lens)
         places, ends = _positions(lens), np.cumsum(query_lens, dtype=np.int64)
-        positions = self._tensor(places)
+        positions = self.tensor(places)
         token_ids = chain.from_iterable(item.token_ids for item in ordered)
         indexes = (
             self._state_index(group, ordered, lens)
@@ -87,11 +87,11 @@ class InputBatcher:
             for group in range(len(self._plan.groups))
         )
         return ForwardBatch(
-            token_ids=self._tensor(np.fromiter(token_ids, np.int64, sum(query_lens))),
+            token_ids=self.tensor(np.fromiter(token_ids, np.int64, sum(query_lens))),
             positions=positions,
             lens=lens,
             group_index=tuple(indexes),
-            logits_rows=self._tensor(ends[[item.sampling is not None for item in ordered]] - 1),
+            logits_rows=self.tensor(ends[[item.sampling is not None for item in ordered]] - 1),
         )
 
     def _place(self, item: ScheduledRequest) -> tuple[bool, int]:
@@ -108,7 +108,7 @@ class InputBatcher:
         if run is not None and decodes != list(range(run.start, run.stop)):
             run = None
         exports = _state_exports(group, ordered[lens.num_decodes :])
-        return StateIndex(self._tensor(np.asarray(units, np.int64)), run, lens, exports)
+        return StateIndex(self.tensor(np.asarray(units, np.int64)), run, lens, exports)
 
     def _attention_index(
         self,
@@ -131,15 +131,16 @@ class InputBatcher:
         block_tables = pages.rows[padded]
         sequence = np.repeat(np.arange(len(ordered)), lens.query_lens)
         rows = block_tables[sequence, places // pages.block_size]
-        slots = self._tensor(pages.slots(rows, places).reshape(-1))
-        return AttentionIndex(self._tensor(block_tables), slots, positions_there, lens)
+        slots = self.tensor(pages.slots(rows, places).reshape(-1))
+        return AttentionIndex(self.tensor(block_tables), slots, positions_there, lens)
 
-    def _tensor(self, values: IntArray) -> Tensor:
+    def tensor(self, values: IntArray) -> Tensor:
+        """The same numbers on the device; the copy is queued."""
         host = torch.from_numpy(values)
-        if self._device.type == "cpu":
+        if self.device.type == "cpu":
             return host
         # From pinned memory the copy is queued on the stream, and the host goes on at once.
-        return host.pin_memory().to(self._device, non_blocking=True)
+        return host.pin_memory().to(self.device, non_blocking=True)
 
 
 def _positions(lens: SequenceLens) -> IntArray:

@@ -3,6 +3,8 @@
 Owns the views of the arena and the weights; knows no queues, peers or text.
 """
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import structlog
@@ -14,6 +16,8 @@ from engine.errors import EngineGenerateError
 from engine.kv_cache.arena_plan import ArenaPlan
 from engine.models.loader import CausalLM
 from engine.step import ModelRunnerOutput, ScheduledRequest, SchedulerOutput
+from engine.types import PromptLogprobs
+from engine.worker import device_sampler
 from engine.worker.decode_graphs import DecodeGraphs
 from engine.worker.input_batch import InputBatcher
 from engine.worker.kv_caches import layer_caches
@@ -23,6 +27,18 @@ MAX_FAILED_PASSES = 8
 """After so many failed forward passes in a row the node is at fault, and its engine ends."""
 
 log = structlog.get_logger()
+
+
+@dataclass(slots=True, frozen=True)
+class StepResults:
+    """The results of a step that was launched: `read` waits for the device, and is called once.
+
+    `lets_run_ahead`: the tokens that it chooses are kept where the next step's kernels find them,
+    which may so be launched before they are read.
+    """
+
+    read: Callable[[], ModelRunnerOutput]
+    lets_run_ahead: bool = False
 
 
 class ModelRunner:
@@ -35,12 +51,20 @@ class ModelRunner:
         self._caches = layer_caches(arena.tensor[: plan.arena_bytes], plan)
         self._batcher = InputBatcher(plan, arena.tensor.device)
         self._forward = partial(model.forward, caches=self._caches)
+        recorder = model.recorder
         self._graphs = (
-            None
-            if model.kernels is None
-            else DecodeGraphs(model.kernels, self._batcher, self._forward)
+            None if recorder is None else DecodeGraphs(recorder, self._batcher, self._forward)
         )
+        # A host that computes itself has its numbers at hand: it samples row by row, and at once.
+        takes_padding = recorder is not None and recorder.takes_padding
+        self._is_device = takes_padding or arena.tensor.device.type != "cpu"
         self._num_failed = 0
+
+    @torch.inference_mode()
+    def warm_up(self, max_num_seqs: int) -> None:
+        """Records the steps of so many decodes, where they are recorded before they are needed."""
+        if self._graphs is not None:
+            self._graphs.warm_up(max_num_seqs)
 
     def prepare(self, output: SchedulerOutput) -> None:
         """Zeroes new states, which may hold old bytes, and copies shared blocks before writes."""
@@ -50,14 +74,15 @@ class ModelRunner:
             self._bytes(copy.group, copy.target).copy_(self._bytes(copy.group, copy.source))
 
     @torch.inference_mode()
-    def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
-        """Computes `output`; one token, or an error, per request whose tokens are all computed.
+    def launch(self, output: SchedulerOutput) -> StepResults:
+        """Computes `output`, on a device later: one token, or an error, per request that samples.
 
         A forward pass that raises fails all of its requests: any of them may be the cause, and the
-        states of all may be half written. Raises after MAX_FAILED_PASSES failures in a row.
+        states of all may be half written. Here or in `read`, MAX_FAILED_PASSES failures in a row
+        raise.
         """
         if not output.scheduled:
-            return ModelRunnerOutput()
+            return StepResults(ModelRunnerOutput)
         ordered = self._batcher.order(output.scheduled)
         sampling = {item.request_id: item.sampling for item in ordered if item.sampling}
         try:
@@ -66,18 +91,42 @@ class ModelRunner:
             found = prompt_logprobs(hidden, ordered, self._model.logits)
             # Of those that sample, which are often all.
             logits = self._model.logits(hidden if len(rows) == len(hidden) else hidden[rows])
-            self._num_failed = 0
+            chosen = device_sampler.launch(logits, sampling) if self._is_device else None
+        # Broad on purpose: torch raises many types, and none says which request was the cause.
         except Exception:
-            # Broad on purpose: torch raises many types, and none says which request was the cause.
-            self._num_failed += 1
-            if self._num_failed == MAX_FAILED_PASSES:
-                raise
-            log.exception("a forward pass failed", num_requests=len(ordered))
-            error = EngineGenerateError("the forward pass failed; the node's log says why")
-            return ModelRunnerOutput(failed={item.request_id: error for item in ordered})
-        result = sample(logits, sampling) if sampling else ModelRunnerOutput()
+            failed = self._failed(ordered)
+            return StepResults(lambda: failed)
+        if chosen is None:
+            self._num_failed = 0
+            result = sample(logits, sampling) if sampling else ModelRunnerOutput()
+            result.prompt_logprobs.update(found)
+            return StepResults(lambda: result)
+        is_kept = self._graphs is not None and self._graphs.keep(chosen.tokens, sampling)
+        return StepResults(partial(self._read, ordered, chosen, found), is_kept)
+
+    def _read(
+        self,
+        ordered: Sequence[ScheduledRequest],
+        chosen: device_sampler.Sampling,
+        found: dict[str, PromptLogprobs],
+    ) -> ModelRunnerOutput:
+        try:
+            result = chosen.result()
+        # Broad on purpose, as above: what a kernel did wrong is told here.
+        except Exception:
+            return self._failed(ordered)
+        self._num_failed = 0
         result.prompt_logprobs.update(found)
         return result
+
+    def _failed(self, ordered: Sequence[ScheduledRequest]) -> ModelRunnerOutput:
+        """In an `except`: an error for each request, or the exception when it is one too many."""
+        self._num_failed += 1
+        if self._num_failed == MAX_FAILED_PASSES:
+            raise
+        log.exception("a forward pass failed", num_requests=len(ordered))
+        error = EngineGenerateError("the forward pass failed; the node's log says why")
+        return ModelRunnerOutput(failed={item.request_id: error for item in ordered})
 
     def _run(self, ordered: list[ScheduledRequest]) -> tuple[Tensor, Tensor]:
         """Hidden states [tokens, hidden] and the rows, ascending, whose logits are wanted."""

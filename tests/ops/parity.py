@@ -134,7 +134,7 @@ class ParityTests:
     def test_torch_operators(self, pair: Pair) -> None:
         """The column of machines without native kernels: a prefill, and decodes after it."""
         model = load_model(pair.folder, pair.config, CPU, compute=ComputeConfig(kernels="torch"))
-        assert model.kernels is None
+        assert model.recorder is None
         runner = Runner(pair.config, model)
         rows = [runner.step({}, {0: pair.tokens[:70]})[0]]
         rows += [runner.step({0: token})[0] for token in pair.tokens[70:75]]

@@ -8,8 +8,8 @@ import faulthandler
 import sys
 from pathlib import Path
 
-from engine.step import ModelRunnerOutput, SchedulerOutput
-from engine.worker.model_runner import ModelRunner
+from engine.step import SchedulerOutput
+from engine.worker.model_runner import ModelRunner, StepResults
 from serving.node import server
 from tests.support.nodes.cluster import Cluster, sample, transfer_config
 from tests.support.nodes.device_arena import DeviceArena
@@ -24,10 +24,10 @@ class DeviceRunner(ModelRunner):
         with self.arena.kernels():
             super().prepare(output)
 
-    def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
+    def launch(self, output: SchedulerOutput) -> StepResults:
         assert isinstance(self.arena, DeviceArena)
         with self.arena.kernels():
-            return super().execute(output)
+            return super().launch(output)
 
 
 async def main(folder: Path, transport: str) -> None:

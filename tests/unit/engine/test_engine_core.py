@@ -21,6 +21,7 @@ from engine.request import Request
 from engine.sched.scheduler import Scheduler, SchedulerConfig
 from engine.step import BlockLoad, ConnectorOutput, ModelRunnerOutput, SampledToken, SchedulerOutput
 from engine.types import GenerateRequest, SamplingParams
+from engine.worker.model_runner import StepResults
 
 
 class _Elsewhere(SchedulerConnector):
@@ -50,9 +51,9 @@ class _NoModel:
     def prepare(self, output: SchedulerOutput) -> None:
         """Nothing to prepare."""
 
-    def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
+    def launch(self, output: SchedulerOutput) -> StepResults:
         names = [item.request_id for item in output.scheduled]
-        return ModelRunnerOutput(dict.fromkeys(names, SampledToken(7, None)))
+        return StepResults(lambda: ModelRunnerOutput(dict.fromkeys(names, SampledToken(7, None))))
 
 
 def test_a_finished_load_is_followed_by_a_step_although_none_was_computed() -> None:

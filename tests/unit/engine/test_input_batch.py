@@ -45,18 +45,18 @@ def test_inputs_of_a_recording_are_those_of_a_new_batch(sampling: tuple[bool, ..
     """Also where a chunk of one token ends before the last token of its prompt."""
     batcher = InputBatcher(PLAN, torch.device("cpu"))
     inputs = DecodeInputs(batcher, rows=2, longest=16)
-    inputs.fill([decode(7, 8), decode(8, 9)])
+    inputs.fill([decode(7, 8), decode(8, 9)], {})
     items = (decode(3, 6), decode(4, 7))
     ordered = [
         structs.replace(item, sampling=item.sampling if samples else None)
         for item, samples in zip(items, sampling, strict=True)
     ]
-    inputs.fill(ordered)
+    rows, batch = inputs.fill(ordered, {}), inputs.batch()
     expected = batcher.build(ordered)
-    assert torch.equal(inputs.batch.token_ids, expected.token_ids)
-    assert torch.equal(inputs.batch.positions, expected.positions)
-    assert torch.equal(inputs.batch.logits_rows, expected.logits_rows)
-    for filled, built in zip(inputs.batch.group_index, expected.group_index, strict=True):
+    assert torch.equal(batch.token_ids, expected.token_ids)
+    assert torch.equal(batch.positions, expected.positions)
+    assert torch.equal(rows, expected.logits_rows)
+    for filled, built in zip(batch.group_index, expected.group_index, strict=True):
         assert isinstance(filled, StateIndex) and isinstance(built, StateIndex)
         assert torch.equal(filled.units, built.units)
-    assert torch.zeros(2, 4)[inputs.batch.logits_rows].shape == (sum(sampling), 4)
+    assert torch.zeros(2, 4)[rows].shape == (sum(sampling), 4)
