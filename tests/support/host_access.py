@@ -30,19 +30,8 @@ METHODS = frozenset(
 """Of tensors and of `torch`."""
 
 OPERATORS = frozenset(
-    [
-        "_local_scalar_dense",
-        "nonzero",
-        "masked_select",
-        "is_nonzero",
-        "equal",
-        "_unique2",
-        "unique_dim",
-        "unique_consecutive",
-        "unique_dim_consecutive",
-        "bincount",
-        "histc",
-    ]
+    {"_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal", "bincount", "histc"}
+    | {"_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive"}
 )
 """Of ATen: what the methods above and torch's own functions end in."""
 
@@ -77,11 +66,11 @@ class _NoMethods(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class _NoOperators(TorchDispatchMode):
+class _NoOperators(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Refuses operators that would wait for the device."""
 
     def __init__(self, switch: _Switch) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._switch = switch
 
     def __torch_dispatch__(

@@ -29,7 +29,7 @@ READS: dict[str, Callable[[Tensor], object]] = {
     "mask": lambda x: x[x > 0],
     "mask written": lambda x: x.__setitem__(x > 0, torch.ones(())),
     "masked_select": lambda x: torch.masked_select(x, x > 0),
-    "unique": lambda x: x.unique(),
+    "unique": lambda x: torch.unique(x),
     "bincount": lambda x: x.bincount(),
     "equal": lambda x: torch.equal(x, x),
     "repeat_interleave": lambda x: torch.repeat_interleave(x),
@@ -43,7 +43,7 @@ def test_reads_are_found(read: Callable[[Tensor], object]) -> None:
         read(x)
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _double(x, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
     places = tl.arange(0, SIZE)
     tl.store(x + places, 2 * tl.load(x + places))
