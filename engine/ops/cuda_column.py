@@ -15,8 +15,14 @@ from dataclasses import replace
 
 from engine.ops.backend import Ops
 from engine.ops.cuda_graphs import CudaGraphs
+from engine.ops.experts.cuda import CudaExperts
 
 
 def fill(torch_ops: Ops) -> Ops:
     """The column: kernels where there are some, `torch_ops` for the rest."""
-    return replace(torch_ops, name="cuda", recorder=CudaGraphs())
+    return replace(
+        torch_ops,
+        name="cuda",
+        recorder=CudaGraphs(),
+        experts=CudaExperts,
+    )
