@@ -7,7 +7,6 @@ A failure while sampling for one request ends that request only.
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence, Set, ValuesView
-from itertools import chain
 from math import isfinite, isnan
 
 import numpy as np
@@ -24,6 +23,12 @@ from engine.step import (
     ScheduledRequest,
 )
 from engine.types import PromptLogprobs, SamplingParams, TokenId, TokenLogprob
+from engine.worker.packed_copies import CopyToHost, to_device
+
+FAILED = "sampling a token failed; the log says why"
+NONE_ALLOWED = (
+    "no token is allowed here: the grammar, allowed_token_ids and bad_words exclude each other"
+)
 
 log = structlog.get_logger()
 
@@ -35,12 +40,9 @@ def sample(logits: Tensor, inputs: Mapping[str, SamplingInput]) -> ModelRunnerOu
     highest, greedy = (values.tolist() for values in logits.max(dim=-1))
     for row, (name, item) in enumerate(inputs.items()):
         if not isfinite(highest[row]):
-            kind = "NaN" if isnan(highest[row]) else "infinite"
-            error = EngineGenerateError(f"the model produced {kind} logits")
-            log.error("a request failed", request_id=name, cause=str(error))
-            output.failed[name] = error
+            output.failed[name] = broken_logits(name, highest[row])
             continue
-        is_greedy, count = _is_greedy(item), item.params.logprobs
+        is_greedy, count = takes_the_highest(item), item.params.logprobs
         if is_greedy and count is None:
             output.sampled[name] = SampledToken(greedy[row], None)
             continue
@@ -53,8 +55,16 @@ def sample(logits: Tensor, inputs: Mapping[str, SamplingInput]) -> ModelRunnerOu
         # Broad on purpose: one request's values must not end the others of its step.
         except Exception:
             log.exception("sampling failed", request_id=name)
-            output.failed[name] = EngineGenerateError("sampling a token failed; the log says why")
+            output.failed[name] = EngineGenerateError(FAILED)
     return output
+
+
+def broken_logits(request_id: str, highest: float) -> EngineGenerateError:
+    """The error of a request whose highest logit is not finite, which the log hears of too."""
+    kind = "NaN" if isnan(highest) else "infinite"
+    error = EngineGenerateError(f"the model produced {kind} logits")
+    log.error("a request failed", request_id=request_id, cause=str(error))
+    return error
 
 
 def uniform(seed: int, position: int) -> float:
@@ -64,7 +74,7 @@ def uniform(seed: int, position: int) -> float:
     return (int.from_bytes(digest, "little") >> 11) / (1 << 53)
 
 
-def _is_greedy(item: SamplingInput) -> bool:
+def takes_the_highest(item: SamplingInput) -> bool:
     """True if the highest raw logit wins."""
     params = item.params
     is_bound = item.allowed or params.logit_bias or item.forbidden
@@ -99,10 +109,7 @@ def _blocked(item: SamplingInput, vocab_size: int) -> Tensor:
     # Where a grammar allows nothing but the end, it ends before `min_tokens`.
     allowed = without_ends if without_ends.any() else allowed
     if not allowed.any():
-        raise InvalidRequestError(
-            "no token is allowed here: the grammar, allowed_token_ids and bad_words exclude each "
-            "other"
-        )
+        raise InvalidRequestError(NONE_ALLOWED)
     return torch.from_numpy(~allowed)
 
 
@@ -175,7 +182,7 @@ def prompt_logprobs(
 def _of_rows(
     hidden: Tensor, targets: PromptTargets, logits: Callable[[Tensor], Tensor]
 ) -> PromptLogprobs:
-    token_ids = torch.tensor(targets.token_ids, device=hidden.device)
+    (token_ids,) = to_device([np.array(targets.token_ids, np.int64)], hidden.device)
     parts, start, num_top = [], 0, 0
     size = 1  # the first slice tells how wide the logits are
     while start < len(token_ids):
@@ -184,20 +191,17 @@ def _of_rows(
         start += size
         size = max(1, MAX_SLICE_BYTES // (4 * values.shape[-1]))
         num_top = min(targets.num_top, values.shape[-1])
-    columns = (tuple(chain.from_iterable(column)) for column in zip(*parts, strict=True))
-    return PromptLogprobs(num_top, *columns)
+    # Copied at the end, all at once: a device would have to finish each slice before the next one.
+    whole = CopyToHost([torch.cat(column).flatten() for column in zip(*parts, strict=True)])
+    tokens, ranks, logprobs = (tuple(array.tolist()) for array in whole.arrays())
+    return PromptLogprobs(num_top, tokens, logprobs, ranks)
 
 
-def _of_logits(
-    logits: Tensor, token_ids: Tensor, num_top: int
-) -> tuple[list[int], list[float], list[int]]:
-    """Columns of `PromptLogprobs` for some rows."""
+def _of_logits(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Token ids [rows, num_top + 1], ranks [rows] and log-probabilities, as ids, of some rows."""
     logprobs = logits.log_softmax(dim=-1)
     chosen = logprobs.gather(-1, token_ids.unsqueeze(-1))
     top, tokens = logprobs.topk(min(num_top, logprobs.shape[-1]))
     ranks = (logprobs >= chosen).sum(dim=-1)
-    return (
-        torch.cat([token_ids.unsqueeze(-1), tokens], dim=-1).flatten().tolist(),
-        torch.cat([chosen, top], dim=-1).flatten().tolist(),
-        ranks.tolist(),
-    )
+    ids = torch.cat([token_ids.unsqueeze(-1), tokens], dim=-1)
+    return ids, ranks, torch.cat([chosen, top], dim=-1)

@@ -5,13 +5,12 @@ all of its arguments, is left alone while a kernel runs.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import GridExecutor
 
 
@@ -19,36 +18,18 @@ class HostAccess(AssertionError):
     """The host asked the device for numbers, or for a size that depends on numbers."""
 
 
-METHODS = frozenset(
-    f"{kind}{name}{kind}"
-    for kind, names in {
-        "": "item tolist numpy cpu nonzero argwhere masked_select is_nonzero equal allclose",
-        "__": "bool int float complex index contains array",
-    }.items()
-    for name in names.split()
+READING = frozenset(
+    {"item", "tolist", "numpy", "cpu", "nonzero", "argwhere", "masked_select", "is_nonzero"}
+    | {"equal", "allclose", "unique", "unique_consecutive", "bincount", "histc", "__array__"}
+    | {"__bool__", "__int__", "__float__", "__complex__", "__index__", "__contains__"}
 )
-"""Of tensors and of `torch`."""
-
-OPERATORS = frozenset(
-    {"_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal", "bincount", "histc"}
-    | {"_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive"}
-)
-"""Of ATen: what the methods above and torch's own functions end in."""
+"""Functions of tensors and of `torch`, by name."""
 
 
-class _Switch:
-    """`is_on` is False while the interpreter runs a kernel."""
+class _NoReading(TorchFunctionMode):
+    """A mode of functions: one of operators would import torch's compiler, for some seconds."""
 
-    def __init__(self) -> None:
-        self.is_on = True
-
-
-class _NoMethods(TorchFunctionMode):
-    """Refuses methods that read a tensor of a CPU without any operator, and all others by name."""
-
-    def __init__(self, switch: _Switch) -> None:
-        super().__init__()
-        self._switch = switch
+    is_on = True
 
     def __torch_function__(
         self,
@@ -57,49 +38,27 @@ class _NoMethods(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        given = kwargs or {}
         name = getattr(func, "__name__", "")
-        if self._switch.is_on:
-            if name in METHODS or (name == "where" and len(args) == 1):
+        if self.is_on:
+            if name in READING or (name == "where" and len(args) == 1):
                 _refuse(name)
             if name in ("__getitem__", "__setitem__") and _reads(args[1]):
-                _refuse(f"{name} by a number that the device has")
-        return func(*args, **(kwargs or {}))
-
-
-class _NoOperators(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Refuses operators that would wait for the device."""
-
-    def __init__(self, switch: _Switch) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._switch = switch
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        given = kwargs or {}
-        if self._switch.is_on:
-            name = func.overloadpacket.__name__
-            if name in OPERATORS:
-                _refuse(name)
-            if name in ("index", "index_put", "index_put_", "_index_put_impl_") and any(
-                one is not None and one.dtype in (torch.bool, torch.uint8) for one in args[1]
-            ):
-                _refuse(f"{name} by a mask")
+                _refuse(f"{name} by a mask, or by a number that the device has")
             # Without its size the result is as long as the numbers say.
-            if name == "repeat_interleave" and given.get("output_size") is None:
+            counts = args[1] if len(args) > 1 else given.get("repeats", args[0])
+            is_told = given.get("output_size") is not None
+            if name == "repeat_interleave" and isinstance(counts, Tensor) and not is_told:
                 _refuse(name)
         return func(*args, **given)
 
 
 def _reads(index: Any) -> bool:
-    """True of an index that holds a tensor of no dimension, which selects, or bounds a slice."""
+    """True of an index that holds a mask, or a tensor of no dimension, which selects or bounds."""
     for one in index if isinstance(index, tuple) else (index,):
         parts = (one.start, one.stop, one.step) if isinstance(one, slice) else (one,)
-        if any(isinstance(part, Tensor) and part.dim() == 0 for part in parts):
+        tensors = [part for part in parts if isinstance(part, Tensor)]
+        if any(each.dim() == 0 or each.dtype in (torch.bool, torch.uint8) for each in tensors):
             return True
     return False
 
@@ -114,22 +73,23 @@ def no_host_access() -> Iterator[None]:
 
     Found: `item`, `tolist`, `numpy`, `cpu`, `bool()`, `int()`, `float()`, a tensor as a list's
     index or of no dimension as a tensor's, masks as indices, `nonzero`, `unique`, `bincount`,
-    `repeat_interleave` without a size. Not found: `.to("cpu")`, `copy_` that waits, and
-    `torch.tensor(..., device=...)`, which look alike on a CPU.
+    `repeat_interleave` without a size. Not found: `.to("cpu")`, `copy_` to the host
+    and `torch.tensor(..., device=...)`, which look alike on a CPU; the first two raise where the
+    tensors are on `meta`.
     """
-    switch = _Switch()
+    mode = _NoReading()
     run = GridExecutor.__call__
 
     def unwatched(self: Any, *args: Any, **kwargs: Any) -> Any:
-        switch.is_on = False
+        mode.is_on = False
         try:
             return run(self, *args, **kwargs)
         finally:
-            switch.is_on = True
+            mode.is_on = True
 
-    with ExitStack() as stack:
-        GridExecutor.__call__ = unwatched
-        stack.callback(setattr, GridExecutor, "__call__", run)
-        stack.enter_context(_NoMethods(switch))
-        stack.enter_context(_NoOperators(switch))
-        yield
+    GridExecutor.__call__ = unwatched
+    try:
+        with mode:
+            yield
+    finally:
+        GridExecutor.__call__ = run
