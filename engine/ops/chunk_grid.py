@@ -109,11 +109,11 @@ class ChunkGrid:
 def _grid(
     query_lens: tuple[int, ...], device: torch.device, exports: tuple[tuple[int, int], ...]
 ) -> ChunkGrid:
-    cuts = _cuts(query_lens, exports)
+    of_exports = cuts(query_lens, exports)
     # Every CHUNK tokens, counted anew from each cut.
     starts = [
         [start for pair in pairwise(sorted({0, *own, n})) for start in range(*pair, CHUNK)]
-        for n, own in zip(query_lens, cuts, strict=True)
+        for n, own in zip(query_lens, of_exports, strict=True)
     ]
     # Most chunks first: at every step of a scan the segments still running are a prefix.
     order = sorted(range(len(starts)), key=lambda one: (-len(starts[one]), -query_lens[one]))
@@ -135,17 +135,20 @@ def _grid(
     )
 
 
-def _cuts(query_lens: Sequence[int], exports: Sequence[tuple[int, int]]) -> list[list[int]]:
-    """The offsets of each segment's exports."""
-    cuts: list[list[int]] = [[] for _ in query_lens]
+def cuts(query_lens: Sequence[int], exports: Sequence[tuple[int, int]]) -> list[list[int]]:
+    """The offsets of each segment's exports.
+
+    Raises ValueError for one that is not inside of its segment.
+    """
+    offsets: list[list[int]] = [[] for _ in query_lens]
     for segment, offset in exports:
-        if not (0 <= segment < len(cuts) and 0 < offset <= query_lens[segment]):
+        if not (0 <= segment < len(offsets) and 0 < offset <= query_lens[segment]):
             raise ValueError(
                 f"export ({segment}, {offset}) is in none of the segments of {[*query_lens]} "
                 "tokens; an offset counts the segment's tokens before it, from 1 to all"
             )
-        cuts[segment].append(offset)
-    return cuts
+        offsets[segment].append(offset)
+    return offsets
 
 
 def _token_rows(query_lens: Sequence[int], chunks: list[dict[int, int]]) -> Tensor | None:

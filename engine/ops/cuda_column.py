@@ -14,8 +14,10 @@ Rules of its kernels:
 from dataclasses import replace
 
 from engine.ops.backend import Ops
+from engine.ops.causal_conv1d.cuda import causal_conv1d
 from engine.ops.cuda_graphs import CudaGraphs
 from engine.ops.experts.cuda import CudaExperts
+from engine.ops.gated_delta_rule.cuda import gated_delta_rule
 
 
 def fill(torch_ops: Ops) -> Ops:
@@ -25,4 +27,6 @@ def fill(torch_ops: Ops) -> Ops:
         name="cuda",
         recorder=CudaGraphs(),
         experts=CudaExperts,
+        causal_conv1d=causal_conv1d,
+        gated_delta_rule=gated_delta_rule,
     )

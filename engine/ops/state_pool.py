@@ -37,7 +37,7 @@ def move_states(
     lens = index.lens.query_lens[decodes:]
     if not lens:
         return _decode(rows, pool, index, step, wide=wide)
-    tail = _move_segments([x[decodes:] for x in rows], pool, index, chunk, wide=wide)
+    tail = move_segments([x[decodes:] for x in rows], pool, index, chunk, wide=wide)
     if not decodes:
         return tail
     return torch.cat([_decode([x[:decodes] for x in rows], pool, index, step, wide=wide), tail])
@@ -75,7 +75,7 @@ def _decode(
     return y
 
 
-def _move_segments(
+def move_segments(
     rows: Sequence[Tensor], pool: Tensor, index: StateIndex, chunk: Chunk, *, wide: bool = False
 ) -> Tensor:
     """As `move_states`, of the prefill segments only; `rows` are theirs."""

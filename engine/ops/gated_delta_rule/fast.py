@@ -45,7 +45,7 @@ def gated_delta_rule(
         pool,
         index,
         lambda rows, state: step(*rows[:4], beta=rows[4], state=state, scratch=scratch),
-        _chunk,
+        chunk_rows,
     )
 
 
@@ -57,9 +57,10 @@ def _rates(a: Tensor, b: Tensor, parameters: DeltaRuleParameters) -> tuple[Tenso
     return decay, beta if parameters.beta_scale == 1.0 else beta.mul_(parameters.beta_scale)
 
 
-def _chunk(
+def chunk_rows(
     rows: Sequence[Tensor], initial: Tensor, lens: list[int], exports: list[tuple[int, int]]
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """`chunk` as a `state_pool.Chunk`: rows are q, k, v, g and beta."""
     return chunk(*rows[:4], beta=rows[4], query_lens=lens, initial=initial, exports=exports)
 
 

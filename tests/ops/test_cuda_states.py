@@ -1,0 +1,163 @@
+"""The kernels of the CUDA column that move states against `naive.py`, in Triton's interpreter.
+
+All that an operator has no business with is NaN: the rest of the wide product its rows are slices
+of, the numbers between two units, other units, exports' units before they are written, and the rows
+of padding. So what is read too much shows in the results, and what is written too much in the pool.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.forward import StateExport
+from engine.ops.causal_conv1d import naive as naive_conv
+from engine.ops.causal_conv1d.cuda import causal_conv1d
+from engine.ops.gated_delta_rule import naive as naive_delta
+from engine.ops.gated_delta_rule.cuda import gated_delta_rule
+from engine.ops.gated_delta_rule.parameters import DeltaRuleParameters
+from tests.ops import interpreter
+from tests.ops.batches import Batch, Chunk, memory_of, moved, pool_of
+from tests.tiers import l_shape
+
+NAN = float("nan")
+EXPORTS = (StateExport(0, 2, 0), StateExport(0, 3, 11), StateExport(1, 2, 6))
+LONG_EXPORTS = (StateExport(0, 64, 0), StateExport(1, 65, 11), StateExport(1, 129, 6))
+BATCHES = {
+    "padded decodes": Batch(5, [1] * 5, [4, -1, 9, 3, -1]),
+    "padding": Batch(2, [1] * 2, [-1, -1]),
+    "mixed": Batch(3, [1, 1, 1, 5, 2, 1], [8, -1, 7, 3, 10, 1], EXPORTS),
+    "long segments": Batch(1, [1, 67, 130, 3], [10, 5, 1, 8], LONG_EXPORTS),
+}
+
+
+@pytest.fixture(autouse=True)
+def fla_runs_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    interpreter.patch(monkeypatch)
+
+
+@dataclass(slots=True, frozen=True)
+class Rows:
+    """Slices of one product, apart from each other, of the sequences of a batch."""
+
+    batch: Batch
+    parts: list[Tensor]
+
+    @classmethod
+    def draw(cls, batch: Batch, shapes: list[tuple[int, ...]], seed: int = 0) -> "Rows":
+        draw = torch.Generator().manual_seed(seed)
+        sizes = [torch.Size(shape).numel() for shape in shapes]
+        wide = torch.full((batch.tokens, sum(sizes) + 3 * len(sizes)), NAN)
+        parts, first = [], 0
+        for shape, size in zip(shapes, sizes, strict=True):
+            part = wide[:, first + 3 : first + 3 + size]
+            part.copy_(torch.randn(part.shape, generator=draw))
+            parts.append(part.view(-1, *shape))
+            first += size + 3
+        for row, unit in enumerate(batch.units[: batch.decodes]):
+            if unit < 0:
+                wide[row] = NAN
+        return cls(batch, parts)
+
+    def kept(self) -> "Rows":
+        """Without padding."""
+        batch = self.batch
+        real = [row for row in range(batch.tokens) if row >= batch.decodes or batch.units[row] >= 0]
+        decodes = sum(row < batch.decodes for row in real)
+        pads = batch.decodes - decodes
+        units = [unit for unit in batch.units if unit >= 0]
+        kept = replace(batch, decodes=decodes, lens=batch.lens[pads:], units=units)
+        return Rows(kept, [part[real] for part in self.parts])
+
+    def pool(self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
+        """States of the batch's units; all others, and what is between them, are NaN."""
+        pool = pool_of(shape, dtype)
+        states = pool.clone()
+        memory_of(pool).fill_(NAN)
+        used = [unit for unit in self.batch.units if unit >= 0]
+        pool[used] = states[used]
+        return pool
+
+
+def check(
+    rows: Rows,
+    shape: tuple[int, ...],
+    op: Callable[..., Tensor],
+    truth: Callable[[list[Tensor]], Chunk],
+    *,
+    limit: float = 2e-6,
+) -> None:
+    """`op` moves a batch as `naive.py` does, to `limit` of what is as large as one or larger."""
+    ours, theirs = rows.pool(shape), rows.pool(shape)
+    found = op(*rows.parts, ours, rows.batch.index())
+    kept = rows.kept()
+    if kept.batch.tokens:
+        wanted = moved(theirs, kept.batch, truth(kept.parts))
+        at = torch.tensor([unit >= 0 for unit in rows.batch.units[: rows.batch.decodes]])
+        pads = torch.cat([~at.bool(), torch.zeros(rows.batch.tokens - len(at), dtype=torch.bool)])
+        close(found[~pads], wanted, limit)
+        assert not found[pads].any()
+    else:
+        assert not found.any()
+    close(memory_of(ours), memory_of(theirs), limit)
+
+
+def close(ours: Tensor, truth: Tensor, limit: float) -> None:
+    assert torch.equal(ours.isnan(), truth.isnan())
+    error = ((ours - truth).abs() / truth.abs().clamp(min=1.0)).nan_to_num()
+    assert error.max() <= limit, error.max()
+
+
+@pytest.mark.parametrize(
+    ("batch", "taps", "channels", "silu"),
+    l_shape(BATCHES, (4, 2, 3), (35, 300), (True, False), corner=("mixed", 4, 35, True)),
+)
+def test_convolution(batch: str, taps: int, channels: int, silu: bool) -> None:
+    rows = Rows.draw(BATCHES[batch], [(channels,)])
+    weight, bias = torch.randn(taps, channels), torch.randn(channels) if silu else None
+    check(
+        rows,
+        (taps - 1, channels),
+        lambda x, pool, index: causal_conv1d(x, pool, index, weight, bias, silu=silu),
+        lambda kept: lambda lens, states, exports: naive_conv.conv_chunk(
+            kept[0], lens, states, weight, bias, exports=exports, silu=silu
+        ),
+    )
+
+
+@pytest.mark.parametrize(
+    ("batch", "dims", "by_channel"),
+    [
+        ("padded decodes", (6, 10), False),
+        ("padded decodes", (37, 70), True),
+        ("padding", (6, 10), False),
+        ("mixed", (6, 10), False),
+        ("mixed", (16, 24), False),
+        pytest.param("mixed", (17, 37), True, marks=pytest.mark.long),
+        pytest.param("long segments", (37, 70), False, marks=pytest.mark.long),
+        pytest.param("long segments", (16, 24), True, marks=pytest.mark.long),
+    ],
+)
+def test_gated_delta_rule(batch: str, dims: tuple[int, int], by_channel: bool) -> None:
+    (dk, dv), heads, key_heads = dims, 2, 1
+    of_heads = (heads, dk) if by_channel else (heads,)
+    shapes = [(key_heads, dk), (key_heads, dk), (heads, dv), of_heads, (heads,)]
+    rows = Rows.draw(BATCHES[batch], shapes)
+    parameters = DeltaRuleParameters(
+        rate=-torch.tensor([1e-3, 3.0]),
+        dt_bias=torch.randn(of_heads) * 4.0,
+        beta_scale=2.0,
+    )
+
+    def truth(kept: list[Tensor]) -> Chunk:
+        q, k, v, a, b = kept
+        g, beta = naive_delta.rates(a, b, parameters)
+        chunk = partial(naive_delta.chunk, q, k, v, g, beta=beta)
+        return lambda lens, states, exports: chunk(
+            query_lens=lens, initial=states, exports=exports
+        )
+
+    check(rows, (heads, dk, dv), partial(gated_delta_rule, parameters=parameters), truth)
