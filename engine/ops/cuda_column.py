@@ -18,6 +18,8 @@ from engine.ops.causal_conv1d.cuda import causal_conv1d
 from engine.ops.cuda_graphs import CudaGraphs
 from engine.ops.experts.cuda import CudaExperts
 from engine.ops.gated_delta_rule.cuda import gated_delta_rule
+from engine.ops.selective_scan.cuda import selective_scan
+from engine.ops.ssd.cuda import ssd
 
 
 def fill(torch_ops: Ops) -> Ops:
@@ -29,4 +31,6 @@ def fill(torch_ops: Ops) -> Ops:
         experts=CudaExperts,
         causal_conv1d=causal_conv1d,
         gated_delta_rule=gated_delta_rule,
+        selective_scan=selective_scan,
+        ssd=ssd,
     )

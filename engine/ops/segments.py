@@ -39,8 +39,8 @@ class Pieces:
 class Round:
     """The next piece of every segment that has one: what can be computed before any later piece.
 
-    All int64. `rows`: those of its pieces, None for all in order. `continued`: of each piece, the place
-    of the one before it in the last round; None in the first. `exported`: pieces after which a
+    All int64. `rows`: those of its pieces, None for all in order. `continued`: of each piece, the
+    place of the one before it in the last round; None in the first. `exported`: pieces after which a
     state is exported, and `export_units`; None without any. `ended`: pieces that are their
     segment's last, and `segments`, these; both None where all segments end in the first round.
     """
@@ -77,7 +77,8 @@ class Segments:
     def of(cls, index: StateIndex) -> "Segments":
         """The prefill segments of a batch, of which there is one at least, none of them empty.
 
-        Raises ValueError for an export that is not inside of its segment.
+        Raises ValueError for an export that is not inside of its segment, or has no place of its
+        own there.
         """
         lens = index.lens.query_lens[index.lens.num_decodes :]
         return _segments(tuple(lens), index.exports, index.units.device)
@@ -103,8 +104,10 @@ class _Piece:
 def _segments(
     query_lens: tuple[int, ...], exports: tuple[StateExport, ...], device: torch.device
 ) -> Segments:
-    # Exports at one offset more than once would be pieces without tokens.
-    own = cuts(query_lens, [(one.segment, one.offset) for one in exports])
+    places = [(one.segment, one.offset) for one in exports]
+    own = cuts(query_lens, places)
+    if len(set(places)) < len(places):
+        raise ValueError(f"two of the exports {places} are of one state")
     cut = list(_cut(query_lens, exports))
     chunks = [
         (start, min(CHUNK, one.end - start), one.unit if start + CHUNK >= one.end else -1)

@@ -153,19 +153,24 @@ def _put_back(state: Tensor, pool: Tensor, units: Tensor, one: Round) -> None:
 def _scan(rows: list[Tensor], initial: Tensor, pieces: Pieces) -> tuple[Tensor, Tensor]:
     """y of the pieces' rows, in the dtype of v, and the states after them."""
     q, k, v, decay, beta = (x.unsqueeze(0) for x in rows)
-    known = {
-        "initial_state": initial,
-        "output_final_state": True,
-        "use_qk_l2norm_in_kernel": True,
-        "cu_seqlens": pieces.starts,
-    }
-    # What else fla needs of `starts` it computes from the numbers on the host, once a batch: it
-    # knows the tensors again.
+    # What else fla needs to know of the pieces it is told, or computes from the numbers on the host:
+    # once a batch, since it knows these tensors again.
     if decay.dim() == 3:
-        y, final = chunk_gated_delta_rule(q, k, v, decay, beta, chunk_indices=pieces.chunks, **known)
+        scan, known = chunk_gated_delta_rule, {"chunk_indices": pieces.chunks}
     else:
-        there = pieces.starts_there
-        y, final = chunk_kda(q, k, v, decay, beta, cu_seqlens_cpu=there, **known)
+        scan, known = chunk_kda, {"cu_seqlens_cpu": pieces.starts_there}
+    y, final = scan(
+        q,
+        k,
+        v,
+        decay,
+        beta,
+        initial_state=initial,
+        output_final_state=True,
+        use_qk_l2norm_in_kernel=True,
+        cu_seqlens=pieces.starts,
+        **known,
+    )
     return y.squeeze(0), final
 
 
@@ -200,7 +205,9 @@ def _rates(
     number = tl.load(a + row * a_row + head * a_head + channel * a_channel, mask=inside, other=0.0)
     factor = tl.load(rate + head, mask=inside, other=0.0)
     bias = tl.load(dt_bias + place, mask=inside, other=0.0)
-    log = _log_decay(number, factor, bias)
+    # Less than exp(-28) of a state is nothing beside what comes, and sums of at most 64 such decays
+    # keep the digits of the weak ones among them.
+    log = tl.maximum(_log_decay(number, factor, bias), -28.0)
     tl.store(decay + row * heads * channels + place, log, mask=inside)
     if tl.program_id(1) == 0:
         number = tl.load(b + row * b_row + place * b_head, mask=place < heads, other=0.0)
@@ -278,9 +285,7 @@ def _step(
     values = tl.load(v + row * v_row + head * v_head + value * v_channel, mask=has_value, other=0.0)
     factor = tl.load(rate + head)
     if BY_CHANNEL:
-        number = tl.load(
-            a + row * a_row + head * a_head + key * a_channel, mask=has_key, other=0.0
-        )
+        number = tl.load(a + row * a_row + head * a_head + key * a_channel, mask=has_key, other=0.0)
         bias = tl.load(dt_bias + head * key_dim + key, mask=has_key, other=0.0)
         state *= tl.exp(_log_decay(number, factor, bias))[:, None]
     else:

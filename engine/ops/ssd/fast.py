@@ -15,7 +15,7 @@ from torch import Tensor
 from engine.forward import StateIndex
 from engine.ops.chunk_grid import LOG2_E, ChunkGrid
 from engine.ops.ssd.parameters import SSDParameters
-from engine.ops.state_pool import move_states
+from engine.ops.state_pool import Chunk, move_states
 
 
 def ssd(
@@ -35,19 +35,25 @@ def ssd(
         x, dt, b, c = rows
         return ssd_step(x, dt, a, b, c, state)
 
+    rows = [x, time_steps(x, dt, parameters), b, c]
+    y = move_states(rows, pool, index, step, chunk_with(a), wide=True)
+    return y if parameters.d is None else y.addcmul_(x, parameters.d.unsqueeze(-1))
+
+
+def chunk_with(a: Tensor) -> Chunk:
+    """`ssd_chunk` as a `state_pool.Chunk`: rows are x, dt after softplus, b and c."""
+
     def chunk(
         rows: Sequence[Tensor], initial: Tensor, lens: list[int], exports: list[tuple[int, int]]
     ) -> tuple[Tensor, Tensor, Tensor]:
         x, dt, b, c = rows
         return ssd_chunk(x, dt, a, b, c, query_lens=lens, initial=initial, exports=exports)
 
-    rows = [x, _time_steps(x, dt, parameters), b, c]
-    y = move_states(rows, pool, index, step, chunk, wide=True)
-    return y if parameters.d is None else y.addcmul_(x, parameters.d.unsqueeze(-1))
+    return chunk
 
 
-def _time_steps(x: Tensor, dt: Tensor | None, parameters: SSDParameters) -> Tensor:
-    """float32 [T, H]."""
+def time_steps(x: Tensor, dt: Tensor | None, parameters: SSDParameters) -> Tensor:
+    """float32 [T, H]: dt after softplus, within its limits; ones without a dt."""
     if dt is None:
         return torch.ones(x.shape[:2], device=x.device)
     bias = parameters.dt_bias
