@@ -15,7 +15,7 @@ from xdist.scheduler import LoadScopeScheduling
 # Triton's kernels run in its interpreter; it looks when it is imported.
 os.environ["TRITON_INTERPRET"] = "1"
 
-# Where it is installed transformers computes with it, also on a CPU, which it cannot.
+# Where transformers finds fla it computes with its kernels, on a CPU too, where they do not run.
 sys.modules["fla"] = None  # type: ignore[assignment]
 
 # A busy machine is no failure, and every run tries the same examples; tests that cross more say so.

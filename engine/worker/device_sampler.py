@@ -77,7 +77,7 @@ class _Row:
 class Sampling:
     """One step's tokens, of which the device knows before the host does.
 
-    `tokens` int64 [rows] on the device, in the order of the inputs. A row that fails has one too.
+    `tokens` int64 [rows] on the device, in the order of the inputs; -1 for a row that fails.
     """
 
     tokens: Tensor
