@@ -4,10 +4,11 @@ import structlog
 import torch
 from torch import Tensor
 
+from engine.model_configs.model_config import HEAD
 from engine.ops.backend import Ops, Product
 from engine.weights.weights import Weights
 
-HEAD = "lm_head.weight"
+TABLE = "model.embed_tokens.weight"
 
 log = structlog.get_logger()
 
@@ -35,11 +36,9 @@ def output_head(weights: Weights, embedding: Embedding, *, tied: bool) -> Produc
     A head that is stored counts, also where the config ties it, as in transformers: some models are
     never tied and yet saved with such a config. One that equals the embeddings is not kept twice.
     """
-    if tied and HEAD not in weights:
+    if (tied and HEAD not in weights) or weights.holds_twice(HEAD, TABLE):
         return weights.ops.linear(embedding.weight)
     stored = weights.take(HEAD, (embedding.weight.shape[0], embedding.weight.shape[1]))
-    if torch.equal(stored, embedding.weight):
-        return weights.ops.linear(embedding.weight)
     if tied:
         log.warning(
             "config.json ties this tensor, the file stores another: it is used", tensor=HEAD

@@ -58,6 +58,10 @@ COMMON_SKIPS: Final[Renames] = (
     # Computed from the config.
     (r"rotary_emb\.inv_freq$", None),
 )
+DTYPE_KEYS: Final = ("dtype", "torch_dtype")
+"""Fields that name the type of weights and activations, the first wins."""
+HEAD: Final = "lm_head.weight"
+"""The name of the output head's matrix."""
 PREDICTION_LAYERS: Final = ("num_nextn_predict_layers", "num_mtp_modules")
 """Fields for layers after the last that predict further tokens (DeepSeek and GLM, MiniMax)."""
 
@@ -176,7 +180,7 @@ def read_model(reader: ConfigReader, *, positions: int, eps: float, **own: Any) 
         hidden_size=reader.size("hidden_size"),
         max_position_embeddings=reader.size("max_position_embeddings", positions),
         tie_word_embeddings=reader.get("tie_word_embeddings", bool, False),
-        dtype=reader.get("dtype", str, reader.get("torch_dtype", str, "float32")),
+        dtype=next(filter(None, (reader.get(key, str, None) for key in DTYPE_KEYS)), "float32"),
         renames=renames,
         quantization=quantization,
         **{"rms_norm_eps": reader.get("rms_norm_eps", float, eps), **own},

@@ -14,7 +14,7 @@ from torch import Tensor
 from engine.forward import ForwardBatch, LayerCaches
 from engine.kv_cache.spec import LayerSpec
 from engine.layers.attention import Attention
-from engine.layers.embedding import Embedding, output_head
+from engine.layers.embedding import TABLE, Embedding, output_head
 from engine.layers.experts import Experts
 from engine.layers.gated_delta_net import GatedDeltaNet
 from engine.layers.kimi_delta_attention import KimiDeltaAttention
@@ -92,7 +92,7 @@ def build(config: ModelConfig, weights: Weights) -> HybridModel:
 
     Raises CheckpointError for tensors that are missing or misshapen.
     """
-    table = weights.take("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
+    table = weights.take(TABLE, (config.vocab_size, config.hidden_size))
     scale = config.embedding_scale
     if config.rounds_embedding_scale:
         scale = float(torch.tensor(scale, dtype=weights.dtype))

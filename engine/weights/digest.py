@@ -24,8 +24,9 @@ import xxhash
 
 from engine.errors import CheckpointError
 from engine.model_files import read_bytes, weight_files
+from engine.safetensors_headers import StoredTensor
 from engine.struct_types import learned
-from engine.weights.files import FileStat, StoredTensor, WeightFiles
+from engine.weights.files import FileStat, WeightFiles
 
 VERSION: Final = 2
 """Goes up where the same tensors get another digest."""

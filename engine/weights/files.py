@@ -16,34 +16,18 @@ from functools import partial
 from pathlib import Path
 from typing import Final, NamedTuple, Self
 
-import msgspec
-
 from engine.errors import CheckpointError
 from engine.model_files import weight_files
-from engine.struct_types import learned
+from engine.safetensors_headers import StoredTensor, headers_of
 from engine.weights.load_progress import LoadProgress
 
 THREADS: Final = 4
 BLOCK_BYTES: Final = 2 << 20
 """It stays in a core's cache while it is read, hashed and converted; of any type, whole items."""
 AHEAD_BYTES: Final = 256 << 20
-MAX_HEADER: Final = 100_000_000
-"""Of a safetensors file; its own readers take no more."""
 
 Writable = Callable[[int, int], AbstractContextManager[memoryview]]
 """(offset, size) of a block in its tensor, in bytes: memory that is filled inside the `with`."""
-
-
-class StoredTensor(NamedTuple):
-    """One tensor of a file: its type as safetensors name it, and its bytes' place in the file."""
-
-    path: Path
-    descriptor: int
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    start: int
-    num_bytes: int
 
 
 class FileStat(NamedTuple):
@@ -91,7 +75,7 @@ class WeightFiles:
                 try:
                     descriptor = opened.enter_context(path.open("rb", buffering=0)).fileno()
                     stats[path.name] = FileStat.of(descriptor)
-                    self.tensors += _tensors(path, descriptor, stats[path.name].size)
+                    self.tensors += headers_of(path, descriptor, stats[path.name].size)
                 except OSError as error:
                     raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
             self.stats = stats
@@ -133,6 +117,19 @@ class WeightFiles:
                 pass
         self._unread.pop(tensor, None)
 
+    def are_equal(self, first: StoredTensor, second: StoredTensor) -> bool:
+        """True if both have the same bytes. Up to where they differ; neither counts as read."""
+        if first.num_bytes != second.num_bytes:
+            return False
+        for offset in range(0, first.num_bytes, BLOCK_BYTES):
+            size = min(BLOCK_BYTES, first.num_bytes - offset)
+            with self.buffer(size) as one, self.buffer(size) as other:
+                self._fill(first, one, offset)
+                self._fill(second, other, offset)
+                if one != other:
+                    return False
+        return True
+
     @contextmanager
     def buffer(self, size: int) -> Iterator[memoryview]:
         """Memory for `size` bytes of a block, lent; from any thread."""
@@ -150,14 +147,17 @@ class WeightFiles:
     def _read_block(self, tensor: StoredTensor, writable: Writable, offset: int) -> None:
         size = min(BLOCK_BYTES, tensor.num_bytes - offset)
         with writable(offset, size) as block:
-            done = 0
-            while done < size:
-                if self._stop.is_set():
-                    raise CheckpointError(f"{tensor.path} is not needed any more")
-                done += _read_some(tensor, block[done:], offset + done)
+            self._fill(tensor, block, offset)
             if self.heard_by and tensor in self._unread:
                 self.heard_by(tensor, offset, block)
         self._progress.add(size)
+
+    def _fill(self, tensor: StoredTensor, block: memoryview, offset: int) -> None:
+        done = 0
+        while done < len(block):
+            if self._stop.is_set():
+                raise CheckpointError(f"{tensor.path} is not needed any more")
+            done += _read_some(tensor, block[done:], offset + done)
 
     def _ask_ahead(self, num_bytes: int) -> None:
         """Keeps the kernel AHEAD_BYTES before the one who takes `num_bytes` now."""
@@ -185,34 +185,3 @@ def _order_of_use(tensor: StoredTensor) -> tuple[int, int]:
     if number:
         return 1, int(number[1])
     return (0 if "embed" in tensor.name else 2), 0
-
-
-class _Entry(msgspec.Struct, frozen=True):
-    """One tensor in the header of a safetensors file; offsets are from the header's end."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    data_offsets: tuple[int, int]
-
-
-def _tensors(path: Path, descriptor: int, size: int) -> list[StoredTensor]:
-    length = int.from_bytes(os.pread(descriptor, 8, 0), "little")
-    header = os.pread(descriptor, length, 8) if length <= MAX_HEADER else b""
-    try:
-        entries = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
-        entries.pop("__metadata__", None)
-        stored = {
-            name: msgspec.json.decode(entry, type=learned(_Entry))
-            for name, entry in entries.items()
-        }
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path} cannot be read: no safetensors header: {error}") from error
-    tensors = []
-    for name, it in stored.items():
-        start, end = (8 + length + offset for offset in it.data_offsets)
-        if not 8 + length <= start <= end:
-            raise CheckpointError(f"{path} cannot be read: tensor {name!r} has no place in it")
-        if end > size:
-            raise CheckpointError(f"{path} cannot be read: it ends inside a tensor")
-        tensors.append(StoredTensor(path, descriptor, name, it.dtype, it.shape, start, end - start))
-    return tensors

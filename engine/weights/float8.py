@@ -12,14 +12,18 @@ from torch import Tensor
 
 from engine.errors import CheckpointError
 from engine.model_configs.quantization import ADVICE, Float8Config
+from engine.safetensors_headers import scaled_by
 
 FLOAT8: Final = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})
 PLAIN: Final = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
 SCALES: Final = frozenset({*PLAIN, torch.float8_e8m0fnu})
-SUFFIXES: Final = ("_scale_inv", "_scale")
-"""After the stored name of a weight; both are what it is multiplied by."""
 NUMBERS: Final = 1 << 19
-"""So many are float32 at a time: they stay in a core's cache."""
+"""So many are float32 at a time, or a row of blocks if that is more: in a core's cache they stay.
+
+Temporaries take 10 bytes each.
+"""
+NUMBERS_ON_DEVICE: Final = 1 << 21
+"""On a device, whose queue takes longer to fill than a small slice to be computed: 20 MiB."""
 E4M3_UNIT: Final = 256.0
 """float16 has exponents of twice the range: the bits of an e4m3 there are its value / 2^8."""
 
@@ -37,9 +41,8 @@ class Scales:
         self._of: dict[str, str] = {}
         self._applied = 0
         names = set(stored) if config is not None else set()
-        for name, suffix in ((name, suffix) for name in names for suffix in SUFFIXES):
-            weight = name.removesuffix(suffix)
-            if weight != name and weight in names:
+        for name in names:
+            if (weight := scaled_by(name, names)) is not None:
                 self._of[weight] = name
         self._all = frozenset(self._of.values())
 
@@ -70,25 +73,29 @@ class Scales:
     def multiply(self, stored: tuple[str, Tensor], scale: Tensor, out: Tensor) -> None:
         """Fills `out` with the weight `stored` (name and tensor) times `scale`, from float32.
 
+        Slice by slice from the first row on, so the weight may lie at the end of `out`. All three
+        are on one device.
+
         The weight is [rows, columns], or [experts, rows, columns]. Without blocks, a scale is of
         the whole tensor, of each expert, or of each row. Raises CheckpointError for other shapes.
         """
         name, weight = stored
         shape = weight.shape
-        scales = self._checked(name, shape, scale).to(out.device, torch.float32)
+        scales = self._checked(name, shape, scale).float()
         block = None if self._config is None else self._config.block
         if weight.dtype is torch.float8_e4m3fn:
             scales = scales * E4M3_UNIT
         # Whole blocks at a time, so that each part of a matrix begins with one.
         height = 1 if block is None else block[0]
-        rows = max(1, NUMBERS // (height * shape[-1])) * height
+        numbers = NUMBERS if out.device.type == "cpu" else NUMBERS_ON_DEVICE
+        rows = max(1, numbers // (height * shape[-1])) * height
         # Flat experts would not begin with a block either.
         parts = zip(
             *(it if it.dim() > 2 else it[None] for it in (out, weight, scales)), strict=True
         )
         for filled, matrix, own in parts:
             for start in range(0, len(matrix), rows):
-                part = _half(matrix[start : start + rows].to(out.device)).float()
+                part = _half(matrix[start : start + rows]).float()
                 _multiply_(part, own, block=block, start=start)
                 filled[start : start + rows] = part
         self._applied += 1

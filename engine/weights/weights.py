@@ -4,7 +4,7 @@ Knows nothing of architectures.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from math import prod
 from types import MappingProxyType
@@ -17,9 +17,11 @@ from engine.errors import CheckpointError
 from engine.model_configs.model_config import Renames, renamed
 from engine.model_configs.quantization import Float8Config
 from engine.ops.backend import Ops
-from engine.weights.files import StoredTensor, WeightFiles
+from engine.safetensors_headers import StoredTensor
+from engine.weights.files import WeightFiles, Writable
 from engine.weights.float8 import Scales
 from engine.weights.skipped import Skipped
+from engine.weights.staging import Staging
 
 STORED_DTYPES: Final[Mapping[str, torch.dtype]] = MappingProxyType(
     {
@@ -43,6 +45,9 @@ STORED_DTYPES: Final[Mapping[str, torch.dtype]] = MappingProxyType(
 class Weights:
     """The tensors of one model folder, read when they are taken, while its `files` are open.
 
+    No tensor is whole on the host on its way to a device (`Staging`), or twice in the memory where
+    it stays: what is converted is so in place, slice by slice.
+
     `renames`: see `model_config.Renames`. `quantization`: how tensors are stored that are not plain
     numbers; they come multiplied by their scales. `ops` are the operators of `device`, the same for
     all layers that are built from these weights.
@@ -63,6 +68,7 @@ class Weights:
         self.ops = ops
         self._prefix = ""
         self._files = files
+        self._staging = staging_for(device)
         self._stored = _by_stored_name(files)
         self._scales = Scales(quantization, self._stored)
         self._skipped = Skipped(renames)
@@ -112,10 +118,25 @@ class Weights:
         if scale is None:
             self._fill(out, stored)
         else:
-            weight = (stored.name, self._as_stored(stored))
+            weight = (stored.name, self._as_stored(stored, at_end_of=out))
             self._scales.multiply(weight, self._as_stored(self._stored[scale]), out)
         self._untaken.discard(self._prefix + name)
         return out
+
+    def holds_twice(self, name: str, other: str) -> bool:
+        """True if `name` is stored with the very type, shape and bytes of `other`.
+
+        Then `name` counts as taken. Compares up to the first block that differs, on the host.
+        Raises CheckpointError as `take`.
+        """
+        it, its = self._find(name), self._find(other)
+        # Of 8-bit floats the scales would have to be equal, too.
+        is_plain = all(self._scales.of(each.name, _dtype_of(each)) is None for each in (it, its))
+        same_kind = (it.dtype, it.shape) == (its.dtype, its.shape)
+        is_same = is_plain and same_kind and self._files.are_equal(it, its)
+        if is_same:
+            self._untaken.discard(self._prefix + name)
+        return is_same
 
     def take_joined(self, names: Sequence[str], shape: tuple[int, ...]) -> Tensor:
         """The tensors `names` end to end along the first dimension, together of `shape`.
@@ -131,18 +152,27 @@ class Weights:
                     f"tensor {stored.name!r} has shape {stored.shape}, and with its neighbours "
                     f"{rows} rows; config.json implies {shape}"
                 )
-        return torch.cat([self.take(name, stored.shape) for name, stored in parts.items()])
+        whole = torch.empty(shape, dtype=self.dtype, device=self.device)
+        sizes = [stored.shape[0] for stored in parts.values()]
+        for (name, stored), part in zip(parts.items(), whole.split_with_sizes(sizes), strict=True):
+            self.take(name, stored.shape, out=part)
+        return whole
 
     def __contains__(self, name: str) -> bool:
         return self._prefix + name in self._where
 
     def finish(self) -> None:
-        """Raises CheckpointError naming the tensors that nobody took."""
+        """Waits for copies to the device.
+
+        Raises CheckpointError naming the tensors that nobody took.
+        """
         if self._untaken:
             some = ", ".join(sorted(self._where[name].name for name in self._untaken)[:5])
             raise CheckpointError(
                 f"{len(self._untaken)} tensors are not part of this architecture: {some}"
             )
+        if self._staging is not None:
+            self._staging.finish()
         self._scales.tell(self.dtype)
         self._skipped.tell()
 
@@ -152,15 +182,37 @@ class Weights:
             raise CheckpointError(f"the checkpoint has no tensor {name!r}")
         return self._where[name]
 
-    def _as_stored(self, stored: StoredTensor) -> Tensor:
-        """In its own type, on the host."""
-        tensor = torch.empty(stored.shape, dtype=_dtype_of(stored))
+    def _as_stored(self, stored: StoredTensor, at_end_of: Tensor | None = None) -> Tensor:
+        """In its own type, on the device; in the last bytes of a tensor that has as many or more.
+
+        So 8-bit floats are multiplied out into the tensor at whose end they lie, from its beginning
+        on, k bytes for each: what is written ends at k * n bytes, and what is unread begins n bytes
+        after (k - 1) * N, so it is read before it is written over, up to the last, where n is N.
+
+            |                          | stored 8-bit floats |   k = 2
+            | multiplied ->   |        |   | unread          |
+        """
+        dtype = _dtype_of(stored)
+        if at_end_of is None:
+            tensor = torch.empty(stored.shape, dtype=dtype, device=self.device)
+        else:
+            place = at_end_of.view(-1).view(torch.uint8)
+            tensor = place[len(place) - stored.num_bytes :].view(dtype).view(stored.shape)
         self._fill(tensor, stored)
         return tensor
 
     def _fill(self, out: Tensor, stored: StoredTensor) -> None:
         """Reads `stored` into `out`, converted."""
-        dtype, flat = _dtype_of(stored), out.view(-1)
+        self._files.read(stored, self._writable(out.view(-1), _dtype_of(stored)))
+
+    def _writable(self, flat: Tensor, dtype: torch.dtype) -> Writable:
+        """Where blocks of a tensor that is stored in `dtype` become those of `flat`."""
+        staging = self._staging
+
+        def queued(offset: int, size: int) -> AbstractContextManager[memoryview]:
+            assert staging is not None
+            first, count = offset // dtype.itemsize, size // dtype.itemsize
+            return staging.filled(flat[first : first + count], dtype)
 
         @contextmanager
         def converted(offset: int, size: int) -> Iterator[memoryview]:
@@ -170,11 +222,17 @@ class Weights:
                     items = torch.frombuffer(block, dtype=dtype)
                     flat[offset // dtype.itemsize :][: len(items)].copy_(items)
 
-        if dtype == out.dtype and out.device.type == "cpu":
-            memory = flat.view(torch.uint8).numpy().data
-            self._files.read(stored, lambda at, size: nullcontext(memory[at : at + size]))
-        else:
-            self._files.read(stored, converted)
+        if staging is not None:
+            return queued
+        if dtype != flat.dtype:
+            return converted
+        memory = flat.view(torch.uint8).numpy().data
+        return lambda at, size: nullcontext(memory[at : at + size])
+
+
+def staging_for(device: torch.device) -> Staging | None:
+    """None on the host: there, files are read to where their tensors stay."""
+    return None if device.type == "cpu" else Staging(device)
 
 
 def _by_stored_name(files: WeightFiles) -> dict[str, StoredTensor]:
