@@ -62,7 +62,7 @@ def arenas(config: ClusterConfig) -> Iterator[str]:
         if not config.group(role).replicas:
             continue
         try:
-            model = read_config(resolve_folder(options.model), options.dtype)
+            model = read_config(resolve_folder(options.model), options.dtype, device=options.device)
             plan = plan_arena(
                 model.groups,
                 options.block_size,

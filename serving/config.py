@@ -308,7 +308,10 @@ class NodeConfig(ServerConfig, frozen=True, kw_only=True, forbid_unknown_fields=
     ] = ()
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
-        Meta(description="auto, float32, bfloat16 or float16."),
+        Meta(
+            description="auto, float32, bfloat16 or float16. auto is the checkpoint's, of 8-bit "
+            "floats bfloat16; on a CPU float16 becomes float32."
+        ),
     ] = "auto"
     device: Annotated[
         str,

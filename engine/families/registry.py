@@ -27,8 +27,9 @@ from engine.families import (
 )
 from engine.kv_cache.spec import DTYPE_BYTES
 from engine.model_configs.config_reader import ConfigReader
-from engine.model_configs.model_config import ModelConfig
+from engine.model_configs.model_config import DTYPE_KEYS, ModelConfig
 from engine.model_configs.quantization import with_quantization
+from engine.safetensors_headers import main_dtype, read_headers
 
 ARCHITECTURES: Mapping[str, Callable[[ConfigReader], ModelConfig]] = MappingProxyType(
     {
@@ -58,11 +59,16 @@ ARCHITECTURES: Mapping[str, Callable[[ConfigReader], ModelConfig]] = MappingProx
 def read_config(folder: Path, dtype: str | None = None, *, device: str = "cpu") -> ModelConfig:
     """The config of the model in `folder`; `dtype` overrides the compute dtype named in the file.
 
-    `auto` is the dtype in the file, but for float16 on the CPU: CPUs multiply it several times
-    slower, and the weights lose nothing in float32. Raises CheckpointError for a broken file, and
-    for an architecture or setting without support.
+    `auto` is the dtype in the file. On the CPU float16 becomes float32: CPUs multiply it several
+    times slower, and the weights lose nothing. 8-bit floats are computed in bfloat16. A file that
+    names no dtype means float32; on a device, the one that most weights are stored in. Raises
+    CheckpointError for a broken file, and for an architecture or setting without support.
     """
     reader = with_quantization(ConfigReader.from_folder(folder), folder)
+    names_none = all(reader.text_part().fields.get(key) is None for key in DTYPE_KEYS)
+    if dtype == "auto" and device != "cpu" and names_none:
+        # A card has room for a model of 16 bits, and often none for twice as much.
+        dtype = main_dtype(read_headers(folder)) or dtype
     return config_of(reader, dtype, device=device)
 
 
@@ -78,6 +84,8 @@ def config_of(reader: ConfigReader, dtype: str | None, *, device: str = "cpu") -
     config = read(reader)
     if dtype == "auto":
         dtype = "float32" if config.dtype == "float16" and device == "cpu" else None
+        if config.dtype.startswith("float8"):
+            dtype = "bfloat16"
     config = replace(config, dtype=dtype or config.dtype)
     _check(config, reader.source)
     return config

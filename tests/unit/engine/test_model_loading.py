@@ -362,3 +362,35 @@ def test_broken_index_is_named(folder: Path, text: str) -> None:
     (folder / "model.safetensors.index.json").write_text(text)
     with pytest.raises(CheckpointError, match=r"index\.json has no weight_map"):
         load(folder)
+
+
+def save_only(folder: Path, stored: dict[str, Tensor], **config: object) -> None:
+    fields = {key: it for key, it in HUB_CONFIG.items() if key not in ("dtype", "torch_dtype")}
+    (folder / "config.json").write_text(json.dumps(fields | config))
+    save_file(stored, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("named", "stored", "on_cpu", "on_device"),
+    [
+        ("bfloat16", torch.bfloat16, "bfloat16", "bfloat16"),
+        ("float16", torch.float16, "float32", "float16"),
+        ("float32", torch.float32, "float32", "float32"),
+        ("bfloat16", torch.float8_e4m3fn, "bfloat16", "bfloat16"),
+        ("float8_e4m3fn", torch.float8_e4m3fn, "bfloat16", "bfloat16"),
+        (None, torch.bfloat16, "float32", "bfloat16"),
+        (None, torch.float16, "float32", "float16"),
+        (None, torch.float8_e5m2, "float32", "bfloat16"),
+        (None, torch.float32, "float32", "float32"),
+    ],
+)
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+def test_auto_is_the_dtype_of_the_checkpoint(
+    tmp_path: Path, key: str, named: str | None, stored: torch.dtype, on_cpu: str, on_device: str
+) -> None:
+    """Most numbers count: norms and decays are float32 in models of 16 bits."""
+    tensors = {"w": torch.zeros(8, 8).to(stored), **{f"norm{n}": torch.ones(8) for n in range(3)}}
+    save_only(tmp_path, tensors, **{key: named})
+    for device, expected in (("cpu", on_cpu), ("cuda", on_device), ("cuda:1", on_device)):
+        assert read_config(tmp_path, "auto", device=device).dtype == expected
+        assert read_config(tmp_path, "float16", device=device).dtype == "float16"
