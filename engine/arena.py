@@ -15,6 +15,8 @@ from pathlib import Path
 
 import torch
 
+from engine.errors import ConfigError
+
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
@@ -111,6 +113,19 @@ def available_host_bytes() -> int:
     limit = Path("/sys/fs/cgroup/memory.max")
     allowed = limit.read_text().strip() if limit.is_file() else "max"
     return free if allowed == "max" else min(free, int(allowed))
+
+
+def device_memory(device: str) -> tuple[int, int]:
+    """Bytes that are free on a CUDA device, and those that it has.
+
+    Raises ConfigError for one that this machine, or this build of torch, lacks.
+    """
+    num_found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if (torch.device(device).index or 0) >= num_found:
+        raise ConfigError(
+            f"--device {device}: torch {torch.__version__} finds {num_found} CUDA devices here"
+        )
+    return torch.cuda.mem_get_info(device)
 
 
 def _sealed_memfd(label: str, nbytes: int, *, prefault: bool) -> tuple[int, torch.Tensor]:

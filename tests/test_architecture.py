@@ -89,6 +89,7 @@ BROAD_EXCEPTS = {
 LOCAL_IMPORTS = {
     "serving/telemetry/telemetry.py::__init__": "opentelemetry is optional and slow to import",
     "engine/model_files.py::_download": "huggingface_hub is optional and slow to import",
+    "serving/show_plan.py::_free_bytes": "torch takes a second, which a plan on paper need not pay",
 }
 ROLE_PLACES = {
     "serving/api/schema.py": "who speaks in a chat: no role of a node",

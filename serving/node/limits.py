@@ -2,13 +2,12 @@
 
 import socket
 
-import torch
-
-from engine.arena import available_host_bytes
+from engine.arena import available_host_bytes, device_memory
 from engine.errors import ConfigError
 from engine.kv_cache.arena_plan import ArenaPlan
 from engine.sched.scheduler import SchedulerConfig
 from serving.config import NodeConfig
+from serving.memory_plan import MemoryPlan
 
 
 def scheduler_config(config: NodeConfig) -> SchedulerConfig:
@@ -36,25 +35,36 @@ def check_ports(config: NodeConfig) -> None:
 
 def check_device(device: str) -> None:
     """Raises ConfigError for a `--device` that this machine, or this build of torch, lacks."""
-    wanted = torch.device(device)
-    if wanted.type == "cpu":
-        return
-    num_found = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if (wanted.index or 0) >= num_found:
-        raise ConfigError(
-            f"--device {device}: torch {torch.__version__} finds {num_found} CUDA devices here"
-        )
+    if device != "cpu":
+        device_memory(device)
 
 
-def check_memory(plan: ArenaPlan, device: str) -> None:
-    """Raises ConfigError for an arena that is larger than the free memory of its device."""
-    on_host = torch.device(device).type == "cpu"
-    available = available_host_bytes() if on_host else torch.cuda.mem_get_info(device)[0]
+def check_memory(plan: ArenaPlan) -> None:
+    """Raises ConfigError for an arena that is larger than the free memory of the host."""
+    available = available_host_bytes()
     if plan.arena_bytes > available:
         raise ConfigError(
             f"--kv-cache-memory-bytes: an arena of {plan.arena_bytes:,} bytes is asked for, and "
             f"{available:,} bytes of memory are available"
         )
+
+
+def check_device_memory(memory: MemoryPlan, device: str) -> None:
+    """Raises ConfigError for an arena that has no room on a device beside what else is there."""
+    available, total = device_memory(device)
+    if memory.total <= available:
+        return
+    fix = f"at most {available - memory.beside_arena} fit"
+    if available <= memory.beside_arena:
+        fix = (
+            "no arena fits: free memory of the device, or lower --max-num-batched-tokens, "
+            "--max-num-seqs or --max-model-len"
+        )
+    raise ConfigError(
+        f"--kv-cache-memory-bytes: an arena of {memory.arena:,} bytes does not fit {device} beside "
+        f"weights of {memory.weights:,} and {memory.beside_arena - memory.weights:,} for graphs, "
+        f"temporaries and CUDA: {available:,} of {total:,} bytes are free; {fix}"
+    )
 
 
 def check_decode_checkpoints(config: NodeConfig, plan: ArenaPlan) -> None:

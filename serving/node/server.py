@@ -32,6 +32,7 @@ from engine.model_configs.identity import ModelIdentity
 from engine.model_configs.model_config import ModelConfig
 from engine.model_files import resolve_folder
 from engine.models.loader import CausalLM, load_and_identify
+from engine.safetensors_headers import read_headers
 from engine.sched.scheduler import Scheduler
 from engine.sched.stats import STEP_BUCKETS
 from engine.worker.model_runner import ModelRunner
@@ -45,6 +46,7 @@ from serving.config import NodeConfig
 from serving.hosts import addresses_here, advertised_host
 from serving.http.connection import ConnectionLimits
 from serving.http.server import HttpServer
+from serving.memory_plan import Batch, memory_report, plan_memory
 from serving.metrics import (
     EVENT_COUNTERS,
     GRAMMAR_GAUGES,
@@ -58,6 +60,7 @@ from serving.node.kv_events import NodeEvents
 from serving.node.limits import (
     check_decode_checkpoints,
     check_device,
+    check_device_memory,
     check_memory,
     check_ports,
     context_length,
@@ -250,10 +253,16 @@ class NodeServer:
             hash_block_size=config.hash_block_size,
         )
         check_decode_checkpoints(config, plan)
-        check_memory(plan, config.device)
+        if config.device == "cpu":
+            check_memory(plan)
         max_model_len = context_length(
             config.max_model_len, model.config.max_position_embeddings, plan
         )
+        if config.device != "cpu":
+            batch = Batch.of(config, max_model_len=max_model_len)
+            memory = plan_memory(model.config, read_headers(model.path), plan, batch=batch)
+            log.info(memory_report(memory, config.device))
+            check_device_memory(memory, config.device)
         log.info(f"arena planned\n{plan_report(plan, max_model_len)}")
         self.metrics.info(
             "vllm:cache_config_info",

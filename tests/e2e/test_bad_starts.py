@@ -10,12 +10,15 @@ from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
+from typer.testing import CliRunner
 
 from connector.registry import builder_of
 from engine.errors import ConfigError, TandemError
+from serving.config import NodeConfig
+from serving.node import limits
 from serving.node.connector import NodeConnector, NodeParts
 from serving.node.server import NodeServer
-from serving.show_plan import plan
+from serving.show_plan import app, plan
 from tests.support.nodes.cluster import BASE, transfer_config
 from tests.support.nodes.processes import NODE_FLAGS, STOP_S, ServerProcess
 
@@ -123,10 +126,78 @@ def test_a_process_ends_with_2_and_one_line(folder: Path, tmp_path: Path) -> Non
     assert line.startswith("error: generation_config.json: 'temperature' is -5")
 
 
+async def test_an_arena_that_a_device_has_no_room_for_is_refused_before_the_load(
+    checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = 2 << 30
+    monkeypatch.setattr(limits, "device_memory", lambda device: (free, 80 << 30))
+    monkeypatch.setattr(NodeServer, "_load", lambda *_: pytest.fail("the weights are loaded"))
+    asked = {"device": "cuda", "kv_cache_memory_bytes": 2 << 30}
+    error = str(await refusal(checkpoints["qwen3"], **asked))
+    found = re.search(
+        r"arena of [\d,]+ bytes does not fit cuda beside weights of ([\d,]+) and ([\d,]+) for .*: "
+        r"2,147,483,648 of 85,899,345,920 bytes are free; at most (\d+) fit",
+        error,
+    )
+    assert found, error
+    weights, others, most = (int(number.replace(",", "")) for number in found.groups())
+    stored = (checkpoints["qwen3"] / "model.safetensors").stat().st_size
+    assert 0.9 * stored < weights < stored and weights + others + most == free
+    # So many do fit: the next thing that a start does is to load.
+    asked["kv_cache_memory_bytes"] = most
+    config = replace(BASE, model=str(checkpoints["qwen3"]), **asked)
+    with pytest.raises(pytest.fail.Exception, match="the weights are loaded"):
+        await NodeServer(config, "decode", builder_of).start()
+    free = 1 << 29
+    error = str(await refusal(checkpoints["qwen3"], device="cuda"))
+    assert "no arena fits: free memory of the device, or lower --max-num" in error
+
+
 def test_the_plan_says_what_fits(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     value("config.json", "dtype", "float16")(folder)
     # 672 blocks of 16 tokens, in 16 bits about twice as many; 400 tokens take 25 of them.
     for dtype, tokens in (("auto", 10_752), ("float32", 10_752), ("float16", 21_760)):
-        plan(str(folder), kv_cache_memory_bytes=16 << 20, dtype=dtype)
+        node = NodeConfig(model=str(folder), kv_cache_memory_bytes=16 << 20)
+        plan(replace(node, dtype=dtype))
         said = capsys.readouterr().out
         assert f"room for one sequence of {tokens:,} tokens, or {tokens // 400} of 400" in said
+        assert "bytes on" not in said
+
+
+def run_plan(*words: str) -> tuple[int, str]:
+    done = CliRunner().invoke(app, words)
+    return done.exit_code, done.output
+
+
+def test_the_plan_of_a_device_says_what_is_left(checkpoints: dict[str, Path]) -> None:
+    words = [str(checkpoints["qwen3_5"]), "--device", "cuda:1", "--device-memory"]
+    code, said = run_plan(*words, "4GiB", "--kv-cache-memory-bytes", str(2 << 30))
+    numbers = {
+        name.strip(): int(number.replace(",", ""))
+        for name, number in re.findall(r"^    ([^\d\n]+?[\d,]*)  +([\d,]+)$", said, re.M)
+    }
+    free = 4 << 30
+    parts = "weights", "arena", "decode graphs, estimated", "logits, estimated"
+    others = "the largest prefill chunk, estimated", "CUDA, libraries and fragments"
+    assert code == 0 and numbers["all of it"] == sum(numbers[it] for it in (*parts, *others))
+    assert numbers[f"left of {free:,}"] == free - numbers["all of it"]
+    room = numbers["arena"] + numbers[f"left of {free:,}"]
+    assert numbers["the largest arena that fits"] == room
+    code, said = run_plan(*words, "2147.5MB", "--kv-cache-memory-bytes", str(2 << 30))
+    assert code == 0 and "missing from 2,147,500,000" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--device", "cuda:99"), r"--device cuda:99: torch \S+ finds \d+ CUDA devices here"),
+        (("--device", "cuda", "--device-memory", "80XB"), "'80XB' is no number of bytes"),
+        (("--device-memory", "80GB"), "--device-memory needs a --device that is not the CPU"),
+        (("--device", "tpu"), "device"),
+    ],
+)
+def test_a_plan_that_cannot_be_made_says_why(
+    checkpoints: dict[str, Path], words: tuple[str, ...], message: str
+) -> None:
+    code, said = run_plan(str(checkpoints["qwen3"]), *words)
+    assert code == 2 and re.search(rf"^error: .*{message}", said)
