@@ -384,7 +384,7 @@ def best(scores: Tensor, top_k: Tensor, width: int) -> tuple[Tensor, Tensor]:
     tokens, order = tokens.masked_fill(beyond, vocab_size).sort(dim=-1)
     values = values.masked_fill(beyond, -torch.inf).gather(1, order)
     values, order = values.sort(dim=-1, descending=True, stable=True)
-    return values, tokens.gather(1, order).clamp_(max=vocab_size - 1)
+    return values, tokens.gather(1, order)
 
 
 def _draw(

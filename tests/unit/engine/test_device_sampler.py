@@ -2,12 +2,14 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import isclose
+from random import Random
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 from structlog.testing import capture_logs
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -135,12 +137,56 @@ def launched(logits: Tensor, inputs: Inputs) -> ModelRunnerOutput:
     return output
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(inputs=st.lists(requests(), min_size=1, max_size=6), data=st.data())
 def test_same_as_one_by_one(inputs: list[SamplingInput], data: st.DataObject) -> None:
     logits = data.draw(logits_of(len(inputs)))
     named = {str(row): item for row, item in enumerate(inputs)}
     assert_same(launched(logits, named), sample(logits, named), logits)
+
+
+def close_requests(rows: int) -> dict[str, SamplingInput]:
+    """Most parameters at once: scores are so close that each of them decides in some row."""
+    draw = Random(7)
+
+    def some(share: float) -> frozenset[int]:
+        return frozenset(token for token in range(VOCAB) if draw.random() < share)
+
+    named = {}
+    for row in range(rows):
+        own = SamplingParams(
+            temperature=draw.choice([0.0, 0.02, 0.5]),
+            top_k=draw.choice([0, 2, 3, 9]),
+            top_p=draw.choice([1.0, 0.5]),
+            min_p=draw.choice([0.0, 0.3]),
+            presence_penalty=draw.choice([0.0, -0.1, 0.1]),
+            frequency_penalty=draw.choice([0.0, -0.05, 0.05]),
+            repetition_penalty=draw.choice([1.0, 0.3, 3.0]),
+            logit_bias=dict.fromkeys(some(0.3), draw.choice([0.2, -0.2])),
+            seed=row,
+        )
+        seen, counts = some(0.5), dict.fromkeys(some(0.4), draw.choice([1, 2]))
+        allowed = draw.choice([b"", draw.randbytes(5)])
+        named[str(row)] = SamplingInput(own, row, some(0.1), seen, counts, allowed)
+    return named
+
+
+@pytest.mark.parametrize("number", [None, 0.0, 0.5, 1.0])
+def test_same_where_little_decides(monkeypatch: pytest.MonkeyPatch, number: float | None) -> None:
+    """Numbers at the edge of a token: 1 is none, but what rounding may make of one below it."""
+    if number is not None:
+        for module in ("device_sampler", "sampler"):
+            monkeypatch.setattr(f"engine.worker.{module}.uniform", lambda *_: number)
+    inputs = close_requests(150)
+    if number is not None:
+        # Ties, so that edges are exact.
+        inputs = {
+            name: structs.replace(item, seen=frozenset(), counts={}, allowed=b"")
+            for name, item in inputs.items()
+        }
+    logits = 0.1 * torch.randn((150, VOCAB), generator=torch.Generator().manual_seed(8))
+    logits = logits if number is None else logits.mul_(8).round_()
+    assert_same(launched(logits, inputs), sample(logits, inputs), logits)
 
 
 def test_same_for_many_rows_and_long_lists(monkeypatch: pytest.MonkeyPatch) -> None:
