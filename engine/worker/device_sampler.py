@@ -142,13 +142,22 @@ def launch(logits: Tensor, inputs: Mapping[str, SamplingInput]) -> Sampling:
         size = max(1, MAX_SLICE_BYTES // (4 * vocab_size))
         found = [_logprobs(logits, own, tokens, plan.num_top) for own in torch.split(rows, size)]
     top_tokens, logprobs, top = (_joined(column) for column in zip(*found, strict=True))
+    places = _joined(last or [none])
+    copy = CopyToHost([tokens, places, top_tokens, highest, logprobs, top])
+    # Only now: what a row that fails has chosen is a token for all that was computed so far.
+    tokens = tokens.masked_fill(highest.isfinite().logical_not(), -1)
+    if drawn or plan.errors:
+        rows = [np.array(list(own), np.int64) for own in (drawn, plan.errors)]
+        of_drawn, of_errors = to_device(rows, device)
+        own = tokens.index_select(0, of_drawn).masked_fill(places < 0, -1)
+        tokens.index_copy_(0, of_drawn, own).index_fill_(0, of_errors, -1)
     return Sampling(
         tokens=tokens,
         _inputs=inputs,
         _errors=plan.errors,
         _with_logprobs=plan.with_logprobs,
         _drawn=drawn,
-        _copy=CopyToHost([tokens, _joined(last or [none]), top_tokens, highest, logprobs, top]),
+        _copy=copy,
     )
 
 

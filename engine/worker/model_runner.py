@@ -3,7 +3,8 @@
 Owns the views of the arena and the weights; knows no queues, peers or text.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -58,13 +59,18 @@ class ModelRunner:
         # A host that computes itself has its numbers at hand: it samples row by row, and at once.
         takes_padding = recorder is not None and recorder.takes_padding
         self._is_device = takes_padding or arena.tensor.device.type != "cpu"
+        # Kernels and graphs go to the thread's current device, which is the first one until set.
+        self._on_device: Callable[[], AbstractContextManager[object]] = nullcontext
+        if arena.tensor.device.type == "cuda":
+            self._on_device = partial(torch.cuda.device, arena.tensor.device)
         self._num_failed = 0
 
     @torch.inference_mode()
     def warm_up(self, max_num_seqs: int) -> None:
         """Records the steps of so many decodes, where they are recorded before they are needed."""
         if self._graphs is not None:
-            self._graphs.warm_up(max_num_seqs)
+            with self._on_device():
+                self._graphs.warm_up(max_num_seqs)
 
     def prepare(self, output: SchedulerOutput) -> None:
         """Zeroes new states, which may hold old bytes, and copies shared blocks before writes."""
@@ -86,12 +92,14 @@ class ModelRunner:
         ordered = self._batcher.order(output.scheduled)
         sampling = {item.request_id: item.sampling for item in ordered if item.sampling}
         try:
-            hidden, rows = self._run(ordered)
-            self._keep_final_states(ordered)
-            found = prompt_logprobs(hidden, ordered, self._model.logits)
-            # Of those that sample, which are often all.
-            logits = self._model.logits(hidden if len(rows) == len(hidden) else hidden[rows])
-            chosen = device_sampler.launch(logits, sampling) if self._is_device else None
+            with self._on_device():
+                hidden, rows = self._run(ordered)
+                self._keep_final_states(ordered)
+                found = prompt_logprobs(hidden, ordered, self._model.logits)
+                # Of those that sample, which are often all.
+                logits = self._model.logits(hidden if len(rows) == len(hidden) else hidden[rows])
+                chosen = device_sampler.launch(logits, sampling) if self._is_device else None
+                is_kept = chosen is not None and self._keep(chosen.tokens, sampling)
         # Broad on purpose: torch raises many types, and none says which request was the cause.
         except Exception:
             failed = self._failed(ordered)
@@ -101,8 +109,11 @@ class ModelRunner:
             result = sample(logits, sampling) if sampling else ModelRunnerOutput()
             result.prompt_logprobs.update(found)
             return StepResults(lambda: result)
-        is_kept = self._graphs is not None and self._graphs.keep(chosen.tokens, sampling)
         return StepResults(partial(self._read, ordered, chosen, found), is_kept)
+
+    def _keep(self, tokens: Tensor, sampling: Iterable[str]) -> bool:
+        """True if the next step may be launched before the host has seen `tokens`."""
+        return self._graphs is not None and self._graphs.keep(tokens, sampling)
 
     def _read(
         self,

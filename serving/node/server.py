@@ -193,7 +193,9 @@ class NodeServer:
         weights, self.identity = await loading
         if self.events:
             self.events.identify(self.identity.digest)
-        self._start_engine(plan, ModelRunner(weights, plan, arena), limits)
+        runner = ModelRunner(weights, plan, arena)
+        await asyncio.to_thread(runner.warm_up, self.config.max_num_seqs)
+        self._start_engine(plan, runner, limits)
         self.rpc = await self._start_rpc(model)
         self.connector.advertise(self.rpc.port)
         self.http = await self._start_http(model)
