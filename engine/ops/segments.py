@@ -40,8 +40,8 @@ class Round:
     """The next piece of every segment that has one: what can be computed before any later piece.
 
     All int64. `rows`: those of its pieces, None for all in order. `continued`: of each piece, the
-    place of the one before it in the last round; None in the first. `exported`: pieces after which a
-    state is exported, and `export_units`; None without any. `ended`: pieces that are their
+    place of the one before it in the last round; None in the first. `exported`: pieces after which
+    a state is exported, and `export_units`; None without any. `ended`: pieces that are their
     segment's last, and `segments`, these; both None where all segments end in the first round.
     """
 

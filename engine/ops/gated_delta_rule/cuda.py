@@ -153,7 +153,7 @@ def _put_back(state: Tensor, pool: Tensor, units: Tensor, one: Round) -> None:
 def _scan(rows: list[Tensor], initial: Tensor, pieces: Pieces) -> tuple[Tensor, Tensor]:
     """y of the pieces' rows, in the dtype of v, and the states after them."""
     q, k, v, decay, beta = (x.unsqueeze(0) for x in rows)
-    # What else fla needs to know of the pieces it is told, or computes from the numbers on the host:
+    # What else fla needs to know of the pieces it is told, or makes from the numbers on the host:
     # once a batch, since it knows these tensors again.
     if decay.dim() == 3:
         scan, known = chunk_gated_delta_rule, {"chunk_indices": pieces.chunks}

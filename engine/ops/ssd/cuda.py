@@ -392,7 +392,7 @@ def _states(
         total = tl.load(decay + row * heads + head, mask=there, other=0.0)
         last = tl.load(decay + (first + length - 1) * heads + head)
         # A token's contribution decays from its position to the end of the chunk.
-        left = tl.where(there, tl.exp2(last - total), 0.0)
+        left = tl.exp2(last - total)
         place = (row[:, None] * heads + head) * dim + channel[None, :]
         pushed = tl.load(push + place, mask=there[:, None] & has_channel[None, :], other=0.0)
         pushed = tl.trans((pushed.to(tl.float32) * left[:, None]).to(push.dtype.element_ty))
