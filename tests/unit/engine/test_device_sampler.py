@@ -304,9 +304,9 @@ def count(inputs: Sequence[SamplingInput]) -> int:
 
 def test_launches_do_not_grow_with_the_rows() -> None:
     greedy = SamplingInput(SamplingParams(temperature=0.0), 0)
-    # The highest logit, and the report.
-    assert count([greedy]) == count([greedy] * 50) == 2
-    assert count([EVERYTHING] * 2) == count([EVERYTHING] * 50) < 80
+    # The highest logit, the report, and three for rows that fail.
+    assert count([greedy]) == count([greedy] * 50) == 5
+    assert count([EVERYTHING] * 2) == count([EVERYTHING] * 50) < 90
 
 
 def test_packed_copies_keep_types_and_shapes() -> None:
