@@ -49,27 +49,24 @@ class StaticTensors:
     """
 
     def __init__(self, shapes: Sequence[tuple[int, ...]], device: torch.device) -> None:
-        total = sum(map(prod, shapes))
-        self._there = torch.zeros(total, dtype=torch.int64, device=device)
-        self._here = self._there
+        sizes = list(map(prod, shapes))
+        memory = np.zeros(sum(sizes), np.int64)
+        parts = np.split(memory, np.cumsum(sizes)[:-1])
+        self.here = [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
+        self._here = self._there = torch.from_numpy(memory)
         self._buffers: deque[Tensor] = deque()
         if device.type != "cpu":
-            self._here = torch.zeros(total, dtype=torch.int64)
+            self._there = torch.zeros(len(memory), dtype=torch.int64, device=device)
             # Two: the copy of the step before may still wait for the step that runs.
             self._buffers.extend(self._here.pin_memory() for _ in range(2))
-        self.here = [part.numpy() for part in _views(self._here, shapes)]
-        self.there = _views(self._there, shapes)
+        there = self._there.split_with_sizes(sizes)
+        self.there = [part.view(shape) for part, shape in zip(there, shapes, strict=True)]
 
     def send(self) -> None:
         """Queues one copy of all that was written to the device."""
         if self._buffers:
             self._buffers.rotate()
             self._there.copy_(self._buffers[0].copy_(self._here), non_blocking=True)
-
-
-def _views(memory: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
-    parts = memory.split_with_sizes(list(map(prod, shapes)))
-    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 class _Units:
