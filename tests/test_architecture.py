@@ -55,6 +55,7 @@ LONG_FILE = 150
 ROLES = {"kv_producer", "kv_consumer", "kv_both"}
 
 TOO_MANY_PARAMETERS = {
+    "engine/ops/gated_delta_rule/cuda.py::gated_delta_rule": "the operands of the recurrence",
     "engine/ops/gated_delta_rule/fast.py::chunk": "the operands of the recurrence",
     "engine/ops/gated_delta_rule/fast.py::gated_delta_rule": "the operands of the recurrence",
     "engine/ops/gated_delta_rule/naive.py::chunk": "the operands of the recurrence",

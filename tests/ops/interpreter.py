@@ -1,4 +1,7 @@
-"""What fla's kernels need to run in Triton's interpreter, which tests use instead of a device."""
+"""Lets fla's kernels run in Triton's interpreter, which tests use instead of a device."""
+
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import triton.language as tl
@@ -12,6 +15,6 @@ def patch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunk_delta_h, "range", scalars, raising=False)
 
 
-def scalars(*bounds: object) -> object:
+def scalars(*bounds: Any) -> Iterator[Any]:
     """`range`, of tensors of the language: the interpreter's own is of Python's numbers."""
     return (tl.full((), number, tl.int32) for number in range(*map(int, bounds)))

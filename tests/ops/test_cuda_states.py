@@ -91,7 +91,7 @@ class Rows:
         for unit in self.batch.units:
             if unit >= 0:
                 memory[1 + unit, :-GAP] = drawn[1 + unit, :-GAP]
-        return memory[1:, :-GAP].unflatten(1, shape), memory
+        return memory[1:, :-GAP].view(NUM_UNITS, *shape), memory
 
 
 def check(
@@ -159,8 +159,14 @@ def test_convolution(batch: str, taps: int, channels: int, silu: bool) -> None:
 )
 def test_gated_delta_rule(batch: str, dims: tuple[int, int], by_channel: bool) -> None:
     (dk, dv), heads, key_heads = dims, 2, 1
-    of_heads = (heads, dk) if by_channel else (heads,)
-    shapes = [(key_heads, dk), (key_heads, dk), (heads, dv), of_heads, (heads,)]
+    of_heads: tuple[int, ...] = (heads, dk) if by_channel else (heads,)
+    shapes: list[tuple[int, ...]] = [
+        (key_heads, dk),
+        (key_heads, dk),
+        (heads, dv),
+        of_heads,
+        (heads,),
+    ]
     rows = Rows.draw(BATCHES[batch], shapes)
     parameters = DeltaRuleParameters(
         rate=-torch.tensor([1e-3, 3.0]),

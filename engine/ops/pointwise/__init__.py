@@ -1,1 +1,0 @@
-"""Functions of one number that several kernels apply."""

@@ -99,7 +99,7 @@ def _moved(state, rates, x, dt, b):
 
 @triton.jit
 def _token(x, dt, b, c, has_channel, has_number):
-    """What the pointers of one token point at, as float32; zeros outside."""
+    """One token of four pointers, as float32; zeros outside."""
     return (
         tl.load(x, mask=has_channel, other=0.0).to(tl.float32),
         tl.load(dt, mask=has_channel, other=0.0).to(tl.float32),

@@ -53,7 +53,7 @@ class _Steps(NamedTuple):
         )
 
     def after(self, rows: int) -> "_Steps":
-        """Those of the rows from there on."""
+        """The same, of the rows from there on."""
         return self._replace(dt=self.dt[rows:])
 
 
@@ -133,14 +133,14 @@ def _move(
         # Heads of small models only, and none is known with larger states.
         dt = steps.dt if steps.flags["HAS_DT"] else None
         own = [x, fast.time_steps(x, dt, parameters), b, c]
-        y = move_segments(own, pool, index, fast.chunk_with(parameters.a), wide=True)
-        return y if parameters.d is None else y.addcmul_(x, parameters.d.unsqueeze(-1))
+        found = move_segments(own, pool, index, fast.chunk_with(parameters.a), wide=True)
+        return found if parameters.d is None else found.addcmul_(x, parameters.d.unsqueeze(-1))
     segments, units = Segments.of(index), index.units[index.lens.num_decodes :]
     b, c = b.contiguous(), c.contiguous()
     decay, push = _prepare(x, steps, parameters.a, segments)
     before = _carry(b, push, decay, pool, segments, units)
     # Fla has each piece's chunks counted anew, as they are in `segments`.
-    y = chunk_fwd_o(
+    y: Tensor = chunk_fwd_o(
         c.unsqueeze(0),
         b.unsqueeze(0),
         push.unsqueeze(0),
