@@ -13,11 +13,17 @@ Rules of its kernels:
 
 from dataclasses import replace
 
+from engine.ops.activation.cuda import make_activation
 from engine.ops.backend import Ops
 from engine.ops.causal_conv1d.cuda import causal_conv1d
 from engine.ops.cuda_graphs import CudaGraphs
 from engine.ops.experts.cuda import CudaExperts
+from engine.ops.gate.cuda import gate
 from engine.ops.gated_delta_rule.cuda import gated_delta_rule
+from engine.ops.gated_norm.cuda import CudaGatedNorm
+from engine.ops.lookup.cuda import lookup
+from engine.ops.norm.cuda import CudaNorm
+from engine.ops.rotary.cuda import rotate_
 from engine.ops.selective_scan.cuda import selective_scan
 from engine.ops.ssd.cuda import ssd
 
@@ -33,4 +39,10 @@ def fill(torch_ops: Ops) -> Ops:
         gated_delta_rule=gated_delta_rule,
         selective_scan=selective_scan,
         ssd=ssd,
+        norm=CudaNorm,
+        gated_norm=CudaGatedNorm,
+        activation=make_activation,
+        gate=gate,
+        rotate_=rotate_,
+        lookup=lookup,
     )
