@@ -23,6 +23,7 @@ from engine.ops.gated_delta_rule.cuda import gated_delta_rule
 from engine.ops.gated_norm.cuda import CudaGatedNorm
 from engine.ops.lookup.cuda import lookup
 from engine.ops.norm.cuda import CudaNorm
+from engine.ops.paged_attention.cuda import CudaAttention
 from engine.ops.rotary.cuda import rotate_
 from engine.ops.selective_scan.cuda import selective_scan
 from engine.ops.ssd.cuda import ssd
@@ -45,4 +46,5 @@ def fill(torch_ops: Ops) -> Ops:
         gate=gate,
         rotate_=rotate_,
         lookup=lookup,
+        paged_attention=CudaAttention(),
     )
