@@ -147,16 +147,22 @@ class Planned(msgspec.Struct):
         return self.start + self.num_tokens
 
     @property
+    def is_last(self) -> bool:
+        """True if the request ends with the token that this step chooses, whichever that is."""
+        request = self.request
+        return self.end == request.num_tokens and request.num_tokens + 1 >= request.max_total_tokens
+
+    @property
     def goes_on(self) -> bool:
         """True if the request decodes in the next step, whatever token this one chooses for it.
 
-        Unless that is one of its stops, of which the worker takes a few. The next choice must need
-        no more than the parameters: grammars, bad words and penalties need the token itself.
+        Unless it `is_last`, or the token is one of its stops, of which the worker takes a few. The
+        next choice must need no more than the parameters: grammars, bad words and penalties need
+        the token itself.
         """
         request, params = self.request, self.request.sampling
         return (
             self.end == request.num_tokens
-            and request.num_tokens + 1 < request.max_total_tokens
             and request.num_output_tokens + 1 >= params.min_tokens
             and len(request.eos_token_ids) + len(params.stop_token_ids) <= MAX_STOPS
             and request.matcher is None

@@ -187,21 +187,23 @@ class Scheduler:
     def schedule_ahead(self) -> SchedulerOutput | None:
         """The step after the one in flight, before its tokens are known; None where it must wait.
 
-        Each request of the step in flight decodes once more. So nobody may join, all must go on,
-        and the blocks that they need must be free: then the next plan cannot be another one, but
-        for requests that end by a token of their stops.
+        Each request of the step in flight decodes once more, but for those that end with it. So
+        nobody may join, all others must go on, and the blocks that they need must be free: then the
+        next plan cannot be another one, but for requests that end by a token of their stops.
         """
         (in_flight,) = self._in_flight
-        if not in_flight or len(in_flight) != len(self._running) or self.cache.copies():
+        alive = [item for item in in_flight if not item.request.is_finished]
+        following = [item for item in alive if not item.is_last]
+        if not following or len(alive) != len(self._running) or self.cache.copies():
             return None
-        if self._may_start_another() or not all(map(self._goes_on, in_flight)):
+        if self._may_start_another() or not all(map(self._goes_on, following)):
             return None
-        for item in in_flight:
+        for item in following:
             # What was taken before one finds no room is used by the step that is planned instead.
             assert item.request.blocks is not None
             if not self.cache.grow(item.request.blocks, item.end + 1):
                 return None
-        for item in in_flight:
+        for item in following:
             self._plan(item.request, item.end, 1)
         return self._hand_out()
 

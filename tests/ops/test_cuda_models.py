@@ -1,0 +1,126 @@
+"""Whole models of the CUDA column's kernels, in Triton's interpreter, beside torch's operators.
+
+As on a device: the host asks for no number while a step is launched, decodes run one step ahead,
+and recordings have rows of padding. Only that a recording is one call is left to a device.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from benchmarks.support.small_models import configs, widen
+from engine.compute_config import ComputeConfig
+from engine.families.registry import read_config
+from engine.kv_cache.arena_plan import plan_arena
+from engine.models import loader
+from engine.ops.backend import cuda_ops
+from engine.step import SchedulerOutput
+from engine.types import FinishReason, SamplingParams
+from engine.worker.model_runner import StepResults
+from tests.ops import interpreter
+from tests.support.host_access import no_host_access
+from tests.support.nodes.bare_engine import BareEngine
+from tests.support.nodes.cluster import Generation, checkpoints
+from tests.support.nodes.pairs import prompt_of, request_of
+
+CPU = torch.device("cpu")
+__all__ = ["checkpoints"]
+
+
+@dataclass
+class Again:
+    """A recorder for a CPU: a replay runs the pass once more, to the same place."""
+
+    takes_padding = True
+    why_not = ""
+
+    @dataclass
+    class Pass:
+        run: Callable[[], Tensor]
+        result: Tensor
+
+        def replay(self) -> None:
+            self.result.copy_(self.run())
+
+    def record(self, run: Callable[[], Tensor]) -> tuple[Pass, Tensor]:
+        result = run()
+        return self.Pass(run, result), result
+
+
+@pytest.fixture(scope="module")
+def short(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One gated delta net and one layer of attention: the interpreter takes its time."""
+    folder = tmp_path_factory.mktemp("short")
+    config = configs(1024)["qwen3_5"]
+    config.num_hidden_layers, config.layer_types = 2, ["linear_attention", "full_attention"]
+    model = transformers.AutoModelForCausalLM.from_config(config).float()
+    widen(model, seed=7).save_pretrained(folder)
+    return folder
+
+
+def test_tokens_are_those_of_torch(short: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check(short, monkeypatch)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "family", ["gemma3", "jamba", "kimi_linear", "lfm2_moe", "minimax", "nemotron_h"]
+)
+def test_tokens_of_other_layers_are_those_of_torch(
+    family: str, checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check(checkpoints[family], monkeypatch)
+
+
+def check(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several prompts at once, one with a stop, one with drawn tokens, and a next turn."""
+    interpreter.patch(monkeypatch)
+    free, _ = generate(folder, ComputeConfig(kernels="torch"), stop=())
+    # The third token of the first request ends it, while the others go on.
+    stop = tuple(free[0].token_ids[2:3])
+    expected, _ = generate(folder, ComputeConfig(kernels="torch"), stop=stop)
+    column = replace(cuda_ops(), recorder=Again())
+    monkeypatch.setattr(loader, "ops_for", lambda *_, **__: column)
+    found, num_ahead = generate(folder, ComputeConfig(), stop=stop)
+    assert num_ahead >= 4
+    assert expected[0].last.finish_reason is FinishReason.STOP
+    for one, other in zip(found, expected, strict=True):
+        assert one.token_ids == other.token_ids
+        assert one.last.finish_reason == other.last.finish_reason
+        values = [[token.logprob for token in each.logprobs] for each in (one, other)]
+        assert values[0] == pytest.approx(values[1], abs=1e-4)
+
+
+def generate(
+    folder: Path, compute: ComputeConfig, *, stop: tuple[int, ...]
+) -> tuple[list[Generation], int]:
+    """Answers, and the number of steps that ran ahead."""
+    config = read_config(folder, None)
+    model = loader.load_model(folder, config, CPU, compute=compute)
+    num_ahead = 0
+    with BareEngine(model, plan_arena(config.groups, 16, 4 << 20)) as engine:
+        launch = engine.runner.launch
+
+        def watched(output: SchedulerOutput) -> StepResults:
+            nonlocal num_ahead
+            num_ahead += any(item.is_ahead for item in output.scheduled)
+            with no_host_access():
+                return launch(output)
+
+        if compute.kernels == "auto":
+            engine.runner.launch = watched  # type: ignore[method-assign]
+        greedy = SamplingParams(max_tokens=4, temperature=0.0, logprobs=1, stop_token_ids=stop)
+        drawn = SamplingParams(max_tokens=5, temperature=0.8, top_p=0.9, seed=5, logprobs=1)
+        answers = engine.generate(
+            request_of(prompt_of(11), greedy),
+            request_of(prompt_of(20, salt=1), drawn),
+            request_of(prompt_of(3, salt=2), drawn),
+        )
+        turn = (*prompt_of(11), *answers[0].token_ids, 7)
+        answers += engine.generate(request_of(turn, SamplingParams(max_tokens=1, logprobs=1)))
+    return answers, num_ahead
