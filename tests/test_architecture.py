@@ -82,6 +82,7 @@ BROAD_EXCEPTS = {
     "connector/offload/worker.py::_load": "guard of a reader thread: the load fails",
     "serving/api/tokenizer.py::load_tokenizer": "the Rust library has no other class",
     "engine/async_engine.py::_run": "guard of the engine thread",
+    "engine/worker/device_sampler.py::_plan": "what fails for one request ends that request",
     "engine/worker/model_runner.py::execute": "a failed forward pass ends its requests",
     "engine/worker/sampler.py::sample": "what fails for one request ends that request",
     "serving/rpc/caller_requests.py::_run": "border of every request among those of one call",

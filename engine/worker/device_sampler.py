@@ -140,7 +140,8 @@ def launch(logits: Tensor, inputs: Mapping[str, SamplingInput]) -> Sampling:
     if plan.with_logprobs:
         (rows,) = to_device([np.array(plan.with_logprobs, np.int64)], device)
         size = max(1, MAX_SLICE_BYTES // (4 * vocab_size))
-        found = [_logprobs(logits, own, tokens, plan.num_top) for own in torch.split(rows, size)]
+        parts = torch.split(rows, size)
+        found = [_logprobs(logits, own, tokens, num_top=plan.num_top) for own in parts]
     top_tokens, logprobs, top = (_joined(column) for column in zip(*found, strict=True))
     places = _joined(last or [none])
     copy = CopyToHost([tokens, places, top_tokens, highest, logprobs, top])
@@ -323,7 +324,7 @@ def _choose(logits: Tensor, rows: Sequence[_Row], *, into: Tensor) -> Tensor:
         every = slice(0, all_end)
         values, tokens = scores[every].sort(dim=-1, descending=True, stable=True)
         has_top_p = any(one.top_p < 1.0 for one in params[every])
-        found = _draw(values, tokens, lists, every, has_top_p=has_top_p)
+        found = _draw(values, tokens, lists, own=every, has_top_p=has_top_p)
         chosen.append(found[0])
         last.append(found[1])
     if few_end > all_end:
@@ -331,7 +332,7 @@ def _choose(logits: Tensor, rows: Sequence[_Row], *, into: Tensor) -> Tensor:
         width = max(one.top_k for one in params[few])
         values, tokens = best(scores[few], lists.top_k[few], width)
         has_top_p = any(one.top_p < 1.0 for one in params[few])
-        found = _draw(values, tokens, lists, few, has_top_p=has_top_p)
+        found = _draw(values, tokens, lists, own=few, has_top_p=has_top_p)
         chosen.append(found[0])
         last.append(found[1])
     if few_end < len(rows):
@@ -397,7 +398,7 @@ def best(scores: Tensor, top_k: Tensor, width: int) -> tuple[Tensor, Tensor]:
 
 
 def _draw(
-    ordered: Tensor, tokens: Tensor, lists: _Lists, own: slice, *, has_top_p: bool
+    ordered: Tensor, tokens: Tensor, lists: _Lists, *, own: slice, has_top_p: bool
 ) -> tuple[Tensor, Tensor]:
     """Inverse transform over sorted scores [n, width], after top-k, top-p and min-p, as `sampler`.
 
@@ -420,7 +421,7 @@ def _draw(
 
 
 def _logprobs(
-    logits: Tensor, rows: Tensor, tokens: Tensor, num_top: int
+    logits: Tensor, rows: Tensor, tokens: Tensor, *, num_top: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Of `rows` [n]: ids of the most likely tokens [n, top], the chosen one's value [n], theirs."""
     logprobs = logits.index_select(0, rows).log_softmax(dim=-1)

@@ -50,7 +50,7 @@ class CopyToHost:
             self._packed = torch.empty(there.shape, dtype=torch.uint8, pin_memory=True)
             self._packed.copy_(there, non_blocking=True)
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record()
+            self._event.record(torch.cuda.current_stream(there.device))
 
     def arrays(self) -> list[NDArray[Any]]:
         """Waits for the copy alone, and not for what the device was given after it."""
