@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import isclose
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,11 +11,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
+from numpy.typing import NDArray
 from structlog.testing import capture_logs
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from engine.step import (
+    NO_TOKENS,
     ModelRunnerOutput,
     PromptTargets,
     SampledToken,
@@ -72,7 +75,8 @@ def requests(draw: st.DrawFn) -> SamplingInput:
     own = draw(params)
     is_seen = own.repetition_penalty != 1.0
     is_counted = own.presence_penalty != 0.0 or own.frequency_penalty != 0.0
-    forbidden = st.one_of(st.just(frozenset()), some_ids, st.just(frozenset(range(VOCAB + 3))))
+    every = frozenset(range(VOCAB + 3))
+    forbidden = st.one_of(st.sampled_from([NO_TOKENS, every]), some_ids)
     return SamplingInput(
         own,
         draw(st.integers(0, 99)),
@@ -163,8 +167,11 @@ def close_requests(rows: int) -> dict[str, SamplingInput]:
             seed=row,
         )
         seen, counts = some(0.5), dict.fromkeys(some(0.4), draw.choice([1, 2]))
-        allowed = draw.choice([b"", draw.randbytes(5)])
-        named[str(row)] = SamplingInput(own, row, some(0.1), seen, counts, allowed)
+        # One token, which may be forbidden, or none that exists.
+        lone = draw.randrange(40)
+        allowed = draw.choice([b"", draw.randbytes(5), (1 << lone).to_bytes(5, "little")])
+        forbidden = some(0.1) | draw.choice([NO_TOKENS, {lone}, frozenset(range(VOCAB))])
+        named[str(row)] = SamplingInput(own, row, forbidden, seen, counts, allowed)
     return named
 
 
@@ -310,7 +317,7 @@ def test_launches_do_not_grow_with_the_rows() -> None:
 
 
 def test_packed_copies_keep_types_and_shapes() -> None:
-    arrays = [
+    arrays: list[NDArray[Any]] = [
         np.arange(3, dtype=np.uint8),
         np.arange(6, dtype=np.int64).reshape(2, 3),
         np.zeros((0, 4), np.int64),
@@ -360,7 +367,7 @@ class TestPromptLogprobs:
         copies = []
         read = CopyToHost.arrays
 
-        def counted(self: CopyToHost) -> list[np.ndarray]:
+        def counted(self: CopyToHost) -> list[NDArray[Any]]:
             copies.append(self)
             return read(self)
 
