@@ -234,10 +234,15 @@ def test_values_of_one_request_end_it_alone() -> None:
         "1": SamplingInput(SamplingParams(temperature=0.0, logit_bias={VOCAB: 1.0}), 0),
         "2": SamplingInput(SamplingParams(repetition_penalty=2.0), 0, seen={VOCAB + 7}),
         "3": SamplingInput(SamplingParams(seed=4), 0),
+        # No token at all, of broken logits too; and one that has no score.
+        "4": SamplingInput(SamplingParams(), 0, allowed=b"\x00"),
+        "5": SamplingInput(SamplingParams(), 0, allowed=b"\x01"),
     }
-    logits = torch.randn((4, VOCAB), generator=torch.Generator().manual_seed(2))
+    logits = torch.randn((6, VOCAB), generator=torch.Generator().manual_seed(2))
+    logits[4, 3] = torch.nan
+    logits[5, 0] = -torch.inf
     output = launched(logits, kinds)
-    assert output.failed.keys() == {"1", "2"}
+    assert output.failed.keys() == {"1", "2", "4", "5"}
     assert_same(output, sample(logits, kinds), logits)
 
 
