@@ -8,7 +8,8 @@ Rules of its kernels:
 - A graph is for more rows than a step may have. Rows that are left over have unit -1 and slots -1,
   and position 0: kernels read what such a row names, and write nothing for it but its own row of
   the result.
-- The result of a row depends on that row alone: not on the batch, nor on how a grid is cut.
+- The result of a row depends on that row alone: not on the batch, nor on how a grid is cut. Torch's
+  products are left out of it: the library may add up in another order for other numbers of rows.
 """
 
 from dataclasses import replace

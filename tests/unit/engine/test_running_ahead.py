@@ -122,7 +122,7 @@ def test_decodes_run_ahead_and_a_next_turn_starts_from_where_they_ended() -> Non
 
 
 def test_an_abort_waits_for_the_step_that_runs_ahead() -> None:
-    """What it wrote so far is kept for others, so nothing may be written to it any more."""
+    """Its blocks and its state are kept for others: nothing may be written there any more."""
     for seed in range(10):
         engine = Engine(random.Random(seed), num_units=40)
         first = engine.add([1, 2, 3 + seed, 4], max_tokens=80)
