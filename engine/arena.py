@@ -9,12 +9,13 @@ import fcntl
 import mmap
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
+from engine.digests import Spans, digest
 from engine.errors import ConfigError
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -84,6 +85,10 @@ class ArenaMemory:
         part, buffer = self.tensor[offset : offset + length], self._buffer(length)
         yield buffer.numpy().data
         part.copy_(buffer)
+
+    def digests(self, blocks: Sequence[Spans]) -> list[int]:
+        """The digest of each of `blocks`, by the rule of `engine.digests`."""
+        return [digest(self.read, block) for block in blocks]
 
     @staticmethod
     def _buffer(length: int) -> torch.Tensor:

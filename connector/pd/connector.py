@@ -112,7 +112,7 @@ class PdConnector(NodeConnector):
         # A call, as it is asked for at each handshake: the model's digest is not known yet, and the
         # address depends on who asks.
         identity = partial(_identity, node, transport=transport, lease_s=lease_s)
-        digests = resources.enter_context(closing(ArenaDigests(node.plan, node.arena.read)))
+        digests = resources.enter_context(closing(ArenaDigests(node.plan, node.arena.digests)))
         lease_records = LeaseRecords(records.host_bytes().cast("Q"))
         leases = LeaseTable(lease_s, time.monotonic, lease_records, digests=digests)
         signer = ParamsSigner(None if token is None else signing_key(token))

@@ -70,7 +70,7 @@ async def _answer(
     ports: dict[str, int] = {}
     async with AsyncExitStack() as stack:
         for case in prompts() + sizes():
-            digests = ArenaDigests(case.plan, arena.read)
+            digests = ArenaDigests(case.plan, arena.digests)
             stack.callback(digests.close)
             service = ControlService(_handler(case, digests, records))
             server = await start_server([service], "127.0.0.1", 0, token=None)

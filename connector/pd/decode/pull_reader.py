@@ -35,15 +35,14 @@ from connector.pd.wire.lease_record import (
     REGION,
     UNKNOWN,
     WORD_BYTES,
-    ReadBytes,
     RecordHeader,
-    digest,
     start_of,
     step_back,
 )
 from connector.pd.wire.messages import Digests, DigestsQuestion
 from connector.transports.base import SpanPair, Transport
 from engine.arena import ArenaMemory
+from engine.digests import DigestBlocks
 from engine.errors import (
     KVTransferParamsError,
     LateReadError,
@@ -239,7 +238,7 @@ class PullReader:
         # One stage is hashed here: waking another thread would take longer.
         stages = list(in_stages(blocks, self._stage_bytes))
         come: SimpleQueue[Stage | None] = SimpleQueue()
-        hash_all = partial(_hash_as_they_come, self._arena.read, come)
+        hash_all = partial(_hash_as_they_come, self._arena.digests, come)
         hashing = self._hashing.submit(hash_all) if len(stages) > 1 else None
         try:
             self._fetch(reading, spans, stages, arrived=come.put)
@@ -308,10 +307,9 @@ def in_stages(blocks: Iterable[Block], limit: int) -> Iterator[Stage]:
         yield Stage(stage, end)
 
 
-def _hash_as_they_come(read: ReadBytes, come: "SimpleQueue[Stage | None]") -> list[int]:
+def _hash_as_they_come(digests: DigestBlocks, come: "SimpleQueue[Stage | None]") -> list[int]:
     """Digests of all blocks of all stages, until None comes."""
-    return [
-        digest(read, [(piece.local, piece.length) for piece in block])
-        for stage in iter(come.get, None)
-        for block in stage.blocks
-    ]
+    found: list[int] = []
+    for stage in iter(come.get, None):
+        found += digests([[(it.local, it.length) for it in block] for block in stage.blocks])
+    return found

@@ -7,13 +7,15 @@ has to ask only for what is not hashed by then, or cut differently.
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 from connector.pd.layout import SequenceBlocks, blocks_announced
 from connector.pd.wire.geometry import geometry_of
-from connector.pd.wire.lease_record import ReadBytes, digest, step_back
+from connector.pd.wire.lease_record import step_back
 from connector.pd.wire.messages import BlockIds, BlockRange, Digests
+from engine.digests import DigestBlocks, Spans
 from engine.errors import TransportError
 from engine.kv_cache.arena_plan import ArenaPlan
 
@@ -21,6 +23,9 @@ ANSWER_S = 0.003
 """The answer that names the blocks goes out first; no reader comes before it."""
 MAX_CUT = 64
 """So many blocks of a reader may lie in one of P's: it cuts tokens and layers finer."""
+BATCH_BYTES = 8 << 20
+"""Hashed between two looks at whether somebody asks, or the lease has ended: half a millisecond."""
+T = TypeVar("T")
 PutDigest = Callable[[int, int], None]
 """Takes number and digest of each block that was hashed ahead."""
 
@@ -31,9 +36,9 @@ class HeldDigests:
     States first, then from the last block on: a reader with a long prefix lacks only those.
     """
 
-    def __init__(self, held: SequenceBlocks, read: ReadBytes, put: PutDigest) -> None:
+    def __init__(self, held: SequenceBlocks, digests: DigestBlocks, put: PutDigest) -> None:
         self._held = held
-        self._read = read
+        self._digests = digests
         self._put = put
         self._known: dict[tuple[int, int], int] = {}
         self._is_over = threading.Event()
@@ -43,11 +48,15 @@ class HeldDigests:
         self._is_over.wait(max(not_before - time.monotonic(), 0.0))
         # `whole_blocks` has states last; reversed, they come first.
         numbered = list(enumerate(self._held.whole_blocks()))
-        for number, block in reversed(numbered):
+        for batch in in_batches(reversed(numbered), BATCH_BYTES, size=lambda it: it[1][1]):
             if self._is_over.is_set():
                 return
-            self._known[block] = digest(self._read, (block,))
-            self._put(number, self._known[block])
+            found = self._digests([[block] for _, block in batch])
+            for (number, block), digest in zip(batch, found, strict=True):
+                self._known[block] = digest
+                self._put(number, digest)
+            # xxhash lets go of the GIL for long pieces only, and the engine's thread may want it.
+            time.sleep(0)
 
     def stop(self) -> None:
         """Nothing more is hashed ahead."""
@@ -78,33 +87,49 @@ class HeldDigests:
             )
 
     def _blocks(self, asked: BlockRange, left: threading.Event) -> Iterator[int]:
-        for block in self._held.blocks(asked):
+        for batch in in_batches(self._held.blocks(asked), BATCH_BYTES, size=_nbytes):
             if left.is_set():
                 raise TransportError("whoever asked for digests has left")
-            if len(block) > 1:
-                yield digest(self._read, block)
-                continue
-            if block[0] not in self._known:
-                self._known[block[0]] = digest(self._read, block)
-            yield self._known[block[0]]
+            new = [block for block in batch if block[0] not in self._known or len(block) > 1]
+            found = dict(zip(new, self._digests(new), strict=True))
+            self._known.update((block[0], it) for block, it in found.items() if len(block) == 1)
+            yield from (found[it] if it in found else self._known[it[0]] for it in batch)
 
 
 class ArenaDigests:
     """Owner of the thread that hashes ahead. Each lease is one job on it, which ends with it."""
 
-    def __init__(self, plan: ArenaPlan, read: ReadBytes) -> None:
+    def __init__(self, plan: ArenaPlan, digests: DigestBlocks) -> None:
         self._plan = plan
         self._geometry = geometry_of(plan)
-        self._read = read
+        self._digests = digests
         self._thread = ThreadPoolExecutor(1, "kv-digests", initializer=step_back)
 
     def begin(self, block_ids: BlockIds, num_tokens: int, put: PutDigest) -> HeldDigests:
         """Hash the blocks of a lease, as a reader will come for them."""
         held = blocks_announced(self._plan, self._geometry, block_ids, num_tokens=num_tokens)
-        digests = HeldDigests(held, self._read, put)
+        digests = HeldDigests(held, self._digests, put)
         self._thread.submit(digests.hash_ahead, time.monotonic() + ANSWER_S)
         return digests
 
     def close(self) -> None:
         """Returns when the thread has ended; call before the arena is freed."""
         self._thread.shutdown(wait=True, cancel_futures=True)
+
+
+def in_batches(blocks: Iterable[T], limit: int, *, size: Callable[[T], int]) -> Iterator[list[T]]:
+    """The same blocks in the same order; a batch is full once it has `limit` bytes."""
+    batch: list[T] = []
+    room = limit
+    for block in blocks:
+        batch.append(block)
+        room -= size(block)
+        if room <= 0:
+            yield batch
+            batch, room = [], limit
+    if batch:
+        yield batch
+
+
+def _nbytes(block: Spans) -> int:
+    return sum(length for _, length in block)

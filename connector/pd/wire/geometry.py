@@ -21,7 +21,7 @@ from engine.kv_cache.spec import LatentAttentionSpec, LayerSpec, MambaSpec, Slid
 from engine.model_configs.identity import LAYERS, by_layer
 from engine.struct_types import learned
 
-PROTOCOL_VERSION = "11"
+PROTOCOL_VERSION = "12"
 PROTOCOL = "protocol"
 GROUP_PREFIX = "kv_cache_group."
 MODEL_PREFIX = "model."

@@ -7,6 +7,12 @@ A digest of 0 means that P has not hashed this block yet; states come last. The 
 of the prompt and of its block ids (`params.holding_of`): P itself says that it holds
 this prompt in these blocks.
 
+A digest is made of pieces of 64 KiB, the same way wherever the arena is (`engine.digests`): xxh3-64
+over the xxh3-64 of each piece, and of a block of one piece just that one.
+
+    200 KiB  |  64 KiB  |  64 KiB  |  64 KiB + 8 KiB  |     the rest has no piece of its own
+    digest   xxh3-64( d0, d1, d2 )                          8 bytes each, little-endian
+
 Order on P: generation written > lease granted > blocks valid > generation cleared > blocks free.
 So D reads the record last: an unchanged generation proves that the blocks were valid throughout the
 read.
@@ -20,11 +26,8 @@ other bytes, so a record costs no message to P, nor any of its time:
 
 import os
 import struct
-from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import NamedTuple
-
-import xxhash
 
 REGION = 1
 """Its number for the transport; region 0 is the arena."""
@@ -39,10 +42,6 @@ MAX_DIGESTS = NUM_WORDS // NUM_PLACES - HEADER_WORDS
 """In one record; of a longer lease P must be asked."""
 UNKNOWN = 0
 """Instead of a digest: P has not hashed this block yet."""
-COPY_BYTES = 8 << 20
-"""Most bytes that are read at once: from a device each read is a copy on the host."""
-ReadBytes = Callable[[int, int], memoryview]
-"""Offset and length -> bytes on the host (`engine.arena.ArenaMemory.read`)."""
 _HEADER = struct.Struct("=QQ32s")
 
 
@@ -72,15 +71,3 @@ def step_back() -> None:
     """Run this thread with SCHED_BATCH, so that hashing does not preempt threads that serve."""
     with suppress(PermissionError):
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-
-
-def digest(read: ReadBytes, pieces: Iterable[tuple[int, int]]) -> int:
-    """xxh3-64 of one block or state, given the offset and length of each of its pieces.
-
-    Finds damage and mix-ups on the way, not forgery: peers are authenticated.
-    """
-    hashed = xxhash.xxh3_64()
-    for offset, length in pieces:
-        for start in range(offset, offset + length, COPY_BYTES):
-            hashed.update(read(start, min(COPY_BYTES, offset + length - start)))
-    return hashed.intdigest()

@@ -143,8 +143,8 @@ class ChangedDigests(ArenaDigests):
     """
 
     def __init__(self, arena: ArenaMemory, change: Callable[[Digests], Digests]) -> None:
-        super().__init__(PLAN, arena.read)
-        self.read = arena.read
+        super().__init__(PLAN, arena.digests)
+        self.digests = arena.digests
         self.change = change
         self.num_asked = 0
 
@@ -157,7 +157,7 @@ class ChangedAnswers(HeldDigests):
     """The changed digests of one lease."""
 
     def __init__(self, held: SequenceBlocks, owner: ChangedDigests, put: PutDigest) -> None:
-        super().__init__(held, owner.read, put)
+        super().__init__(held, owner.digests, put)
         self.owner = owner
 
     def of(self, ranges: Sequence[BlockRange], left: threading.Event) -> Digests:

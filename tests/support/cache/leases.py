@@ -22,7 +22,7 @@ class NoDigests(ArenaDigests):
 
     def begin(self, block_ids: BlockIds, num_tokens: int, put: PutDigest) -> HeldDigests:
         """Nothing is hashed."""
-        return HeldDigests(SequenceBlocks(()), lambda *_: memoryview(b""), put)
+        return HeldDigests(SequenceBlocks(()), lambda blocks: [0] * len(blocks), put)
 
 
 NO_DIGESTS = NoDigests()

@@ -1,25 +1,20 @@
 """P's digests and D's comparison, between a real control service and a real transport."""
 
-from collections.abc import Iterator
-from contextlib import closing
-from itertools import pairwise
+from collections.abc import Iterator, Sequence
 from threading import Event
 
 import msgspec
 import pytest
-import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
 from connector.pd.decode.pull_reader import in_stages
 from connector.pd.layout import blocks_announced
 from connector.pd.prefill.held_digests import HeldDigests
-from connector.pd.wire import lease_record
 from connector.pd.wire.geometry import describe_spec, geometry_of
-from connector.pd.wire.lease_record import digest
 from connector.pd.wire.messages import BlockRange, Digests, DigestsQuestion
 from connector.transports.base import SpanPair
-from engine.arena import ArenaMemory
+from engine.digests import Spans
 from engine.errors import (
     KVTransferParamsError,
     LateReadError,
@@ -185,16 +180,15 @@ async def test_what_is_hashed_ahead_is_not_hashed_again() -> None:
 
 def test_nothing_is_hashed_ahead_of_an_answer_or_behind_the_end_of_a_lease() -> None:
     held = blocks_announced(PLAN, geometry_of(PLAN), REMOTE, num_tokens=64)
-    memory = memoryview(bytes(PLAN.arena_bytes))
 
-    def read(offset: int, length: int) -> memoryview:
-        return memory[offset : offset + length]
+    def found(blocks: Sequence[Spans]) -> list[int]:
+        return [1] * len(blocks)
 
     leases = lease_table(LEASE_S, lambda: 0.0)
     lease = leases.grant("r", REMOTE, 64, holding=HOLDING)
-    asked = HeldDigests(held, read, lease.record.put)
+    asked = HeldDigests(held, found, lease.record.put)
     asked.of([HELD], Event())
-    lease.digests = ended = HeldDigests(held, read, lease.record.put)
+    lease.digests = ended = HeldDigests(held, found, lease.record.put)
     leases.release("r")
     for digests, known in ((asked, 4), (ended, 0)):
         digests.hash_ahead()
@@ -250,20 +244,3 @@ def _halves(start: int, length: int) -> Iterator[SpanPair]:
     if half:
         yield SpanPair(start + 7, start, half)
     yield SpanPair(start + half + 7, start + half, length - half)
-
-
-@given(
-    st.binary(max_size=200), st.lists(st.integers(0, 200), max_size=4), st.sampled_from([1, 7, 999])
-)
-def test_a_digest_is_that_of_the_bytes_in_however_many_pieces(
-    content: bytes, cuts: list[int], most: int
-) -> None:
-    """As any other xxh3-64 finds it, and of an arena on a device by copies of `most` bytes."""
-    places = sorted({0, len(content), *(cut for cut in cuts if cut < len(content))})
-    pieces = [(start, end - start) for start, end in pairwise(places)]
-    with closing(ArenaMemory(len(content) + 1)) as arena, pytest.MonkeyPatch.context() as patch:
-        arena.host_bytes()[: len(content)] = content
-        patch.setattr(lease_record, "COPY_BYTES", most)
-        for device in (None, 0):
-            arena.device_index = device
-            assert digest(arena.read, pieces) == xxhash.xxh3_64_intdigest(content)

@@ -60,9 +60,7 @@ class Engine:
     def add(self, prompt: list[int], **params: object) -> str:
         sampling = SamplingParams(**params)  # type: ignore[arg-type]
         name = str(len(self.asked))
-        origin = GenerateRequest(
-            request_id=name, prompt_token_ids=tuple(prompt), sampling=sampling
-        )
+        origin = GenerateRequest(request_id=name, prompt_token_ids=tuple(prompt), sampling=sampling)
         self.asked[name] = Asked(prompt, sampling)
         self.scheduler.add(
             Request.from_generate(origin, self.cache.hasher, max_model_len=96, eos_token_ids=EOS)
