@@ -112,7 +112,9 @@ class PdConnector(NodeConnector):
         # A call, as it is asked for at each handshake: the model's digest is not known yet, and the
         # address depends on who asks.
         identity = partial(_identity, node, transport=transport, lease_s=lease_s)
-        digests = resources.enter_context(closing(ArenaDigests(node.plan, node.arena.digests)))
+        on_device = node.arena.device_index is not None
+        hashing = ArenaDigests(node.plan, node.arena.digests, on_device=on_device)
+        digests = resources.enter_context(closing(hashing))
         lease_records = LeaseRecords(records.host_bytes().cast("Q"))
         leases = LeaseTable(lease_s, time.monotonic, lease_records, digests=digests)
         signer = ParamsSigner(None if token is None else signing_key(token))

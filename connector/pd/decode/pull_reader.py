@@ -5,12 +5,15 @@
     hash thread            | hash 1  | hash 2  |  hash 3  |
     P's lease    |== its blocks stay as they are ==...====|   ^ generation unchanged?
 
+On a device all is one stage, hashed there when it is here.
+
 The record of P's lease comes last, after every byte: if its generation is still there, P has held
 all blocks throughout the read (`wire/lease_record.py`). The record also has P's digests. D asks P
 for digests only where the record has none: for blocks that are cut differently, or not hashed yet.
 Blocks that differ are read once more. Knows nothing of requests and leases but names.
 """
 
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -160,7 +163,8 @@ class PullReader:
         self._places = RecordPlaces(records.host_bytes().cast("Q"))
         self._verify = verify
         self._metrics = metrics
-        self._stage_bytes = stage_bytes
+        # A device hashes all at once: a launch costs it more than the bytes of a stage.
+        self._stage_bytes = stage_bytes if arena.device_index is None else sys.maxsize
         self._hashing = ThreadPoolExecutor(NUM_PLACES, "kv-hash", initializer=step_back)
 
     def close(self) -> None:

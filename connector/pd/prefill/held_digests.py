@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TypeVar
 
 from connector.pd.layout import SequenceBlocks, blocks_announced
@@ -25,6 +26,8 @@ MAX_CUT = 64
 """So many blocks of a reader may lie in one of P's: it cuts tokens and layers finer."""
 BATCH_BYTES = 8 << 20
 """Hashed between two looks at whether somebody asks, or the lease has ended: half a millisecond."""
+DEVICE_BATCH_BYTES = 1 << 30
+"""The same on a device, where a launch costs more than the bytes."""
 T = TypeVar("T")
 PutDigest = Callable[[int, int], None]
 """Takes number and digest of each block that was hashed ahead."""
@@ -36,10 +39,18 @@ class HeldDigests:
     States first, then from the last block on: a reader with a long prefix lacks only those.
     """
 
-    def __init__(self, held: SequenceBlocks, digests: DigestBlocks, put: PutDigest) -> None:
+    def __init__(
+        self,
+        held: SequenceBlocks,
+        digests: DigestBlocks,
+        put: PutDigest,
+        *,
+        batch_bytes: int = BATCH_BYTES,
+    ) -> None:
         self._held = held
         self._digests = digests
         self._put = put
+        self._batch_bytes = batch_bytes
         self._known: dict[tuple[int, int], int] = {}
         self._is_over = threading.Event()
 
@@ -48,7 +59,7 @@ class HeldDigests:
         self._is_over.wait(max(not_before - time.monotonic(), 0.0))
         # `whole_blocks` has states last; reversed, they come first.
         numbered = list(enumerate(self._held.whole_blocks()))
-        for batch in in_batches(reversed(numbered), BATCH_BYTES, size=lambda it: it[1][1]):
+        for batch in in_batches(reversed(numbered), self._batch_bytes, size=lambda it: it[1][1]):
             if self._is_over.is_set():
                 return
             found = self._digests([[block] for _, block in batch])
@@ -87,7 +98,7 @@ class HeldDigests:
             )
 
     def _blocks(self, asked: BlockRange, left: threading.Event) -> Iterator[int]:
-        for batch in in_batches(self._held.blocks(asked), BATCH_BYTES, size=_nbytes):
+        for batch in in_batches(self._held.blocks(asked), self._batch_bytes, size=_nbytes):
             if left.is_set():
                 raise TransportError("whoever asked for digests has left")
             new = [block for block in batch if block[0] not in self._known or len(block) > 1]
@@ -99,16 +110,17 @@ class HeldDigests:
 class ArenaDigests:
     """Owner of the thread that hashes ahead. Each lease is one job on it, which ends with it."""
 
-    def __init__(self, plan: ArenaPlan, digests: DigestBlocks) -> None:
+    def __init__(self, plan: ArenaPlan, digests: DigestBlocks, *, on_device: bool = False) -> None:
         self._plan = plan
         self._geometry = geometry_of(plan)
-        self._digests = digests
+        batch_bytes = DEVICE_BATCH_BYTES if on_device else BATCH_BYTES
+        self._held = partial(HeldDigests, digests=digests, batch_bytes=batch_bytes)
         self._thread = ThreadPoolExecutor(1, "kv-digests", initializer=step_back)
 
     def begin(self, block_ids: BlockIds, num_tokens: int, put: PutDigest) -> HeldDigests:
         """Hash the blocks of a lease, as a reader will come for them."""
         held = blocks_announced(self._plan, self._geometry, block_ids, num_tokens=num_tokens)
-        digests = HeldDigests(held, self._digests, put)
+        digests = self._held(held, put=put)
         self._thread.submit(digests.hash_ahead, time.monotonic() + ANSWER_S)
         return digests
 
