@@ -3,6 +3,28 @@
 Knows bytes only: the arena plan says where blocks and states lie. The arena may be on a device, so
 only the model's operators (by `tensor`) and transports that register addresses (by `data_ptr`)
 touch it directly. All other code gets host bytes through `read` and `writable`.
+
+A device has two streams. Steps run on the engine's. Copies and digests run on the arena's side
+stream, so that they neither wait for the running step nor delay it:
+
+    host      launch N | launch N+1 | results of N | launch N+2 | ...
+    engine's  | prepare N | step N          | prepare N+1 | step N+1        | prepare N+2 | ...
+    side                       | copies, digests |        ^ mark
+
+Nothing but these rules keeps the two in order, while a step is launched before the results of the
+one before it are read:
+
+- Bytes that a step wrote are read here only after the host has read that step's results, so its
+  kernels have ended. A lease is granted, and blocks are published, saved or evicted, no earlier.
+- Bytes that came are read by a step only if the host knew that they were all here (and equal, as
+  digests say) when it launched the step.
+- Blocks of requests in a step under way are neither freed nor loaded into before its results are
+  read: the scheduler's part. But a step prepares blocks (zeroes states, copies shared blocks) that
+  the very next load may fill, and reads sources of copies that may be evicted at once. So the
+  engine marks its stream once a step is prepared (`mark_prepared`), and whoever loads waits for the
+  mark: this stream by itself, threads that write past it (NIXL's) by `wait_for_prepared`.
+- A peer that reads blocks of a lease, by whatever stream of its own, reads the lease's record when
+  all have come. P clears the record before it launches anything that writes these blocks.
 """
 
 import fcntl
@@ -10,7 +32,7 @@ import mmap
 import os
 import secrets
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,6 +41,7 @@ import torch
 
 from engine.digests import Spans, digest
 from engine.errors import ConfigError
+from engine.side_stream import SideStream
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
@@ -34,7 +57,7 @@ class ArenaMemory:
     `tensor`: uint8, shape (nbytes,), zero-copy. `fd` is None on a device; `label` names the memfd.
     """
 
-    __slots__ = ("_host", "_tensor", "device_index", "fd", "label", "nbytes")
+    __slots__ = ("_host", "_side", "_tensor", "device_index", "fd", "label", "nbytes")
 
     def __init__(self, nbytes: int, *, device: str = "cpu", prefault: bool = True) -> None:
         if nbytes < 1:
@@ -51,6 +74,7 @@ class ArenaMemory:
         index = self._tensor.get_device()
         self.device_index: int | None = index if index >= 0 else None
         self._host = self._tensor.numpy().data if self.device_index is None else None
+        self._side = None if self.device_index is None else SideStream(self.device_index)
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -67,12 +91,13 @@ class ArenaMemory:
     def read(self, offset: int, length: int) -> memoryview:
         """Bytes from `offset` on, for the host: a view of a host arena, a copy of a device's.
 
-        A copy waits for the work queued on the device. Raises ValueError once closed.
+        A copy waits for what is queued on the side stream. Raises ValueError once closed.
         """
         if self._host is not None:
             return self._host[offset : offset + length]
         part = self.tensor[offset : offset + length]
-        return self._buffer(length).copy_(part).numpy().data
+        with self.on_side_stream(after_mark=False):
+            return self._buffer(length).copy_(part).numpy().data
 
     @contextmanager
     def writable(self, offset: int, length: int) -> Iterator[memoryview]:
@@ -86,7 +111,8 @@ class ArenaMemory:
             return
         part, buffer = self.tensor[offset : offset + length], self._buffer(length)
         yield buffer.numpy().data
-        part.copy_(buffer)
+        with self.on_side_stream(after_mark=True):
+            part.copy_(buffer)
 
     def digests(self, blocks: Sequence[Spans]) -> list[int]:
         """The digest of each of `blocks`, by the rule of `engine.digests`; each has a span.
@@ -98,8 +124,27 @@ class ArenaMemory:
             return [digest(self.read, block) for block in blocks]
         # By name: a node on a CPU imports no Triton.
         kernels = import_module("engine.ops.digest.cuda")
-        found: list[int] = kernels.block_digests(self.tensor, blocks, self.read)
+        with self.on_side_stream(after_mark=False):
+            found: list[int] = kernels.block_digests(self.tensor, blocks, self.read)
         return found
+
+    def on_side_stream(self, *, after_mark: bool) -> AbstractContextManager[None]:
+        """Torch's calls in the block run on a device's side stream. A host arena has none.
+
+        `after_mark`: once the device has passed the last mark, as what writes must, and what reads
+        bytes that a step has only copied. Other reads would wait for the running step in vain.
+        """
+        return nullcontext() if self._side is None else self._side.use(after_mark=after_mark)
+
+    def mark_prepared(self) -> None:
+        """The engine has queued a step's zeroes and copies of blocks; on the engine's thread."""
+        if self._side is not None:
+            self._side.mark()
+
+    def wait_for_prepared(self) -> None:
+        """Returns when what was marked is done: call before bytes are written into blocks."""
+        if self._side is not None:
+            self._side.wait_for_mark()
 
     @staticmethod
     def _buffer(length: int) -> torch.Tensor:

@@ -78,6 +78,9 @@ class ModelRunner:
             self._bytes(group, state).zero_()
         for copy in output.copies:
             self._bytes(copy.group, copy.target).copy_(self._bytes(copy.group, copy.source))
+        if output.new_states or output.copies:
+            # Loads of this step fill the rest of such blocks, from another stream of a device.
+            self.arena.mark_prepared()
 
     @torch.inference_mode()
     def launch(self, output: SchedulerOutput) -> StepResults:

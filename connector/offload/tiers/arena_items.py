@@ -4,6 +4,9 @@
     dense, one chunk    | the same, of its tokens only |
 
 A whole block is one span on both sides. Copies are torch's: they release the GIL.
+
+On a device they run on the arena's side stream, and are done when a call returns, so a step that is
+launched after it may write over what was packed, and read what was unpacked.
 """
 
 from collections.abc import Iterable, Sequence
@@ -50,6 +53,11 @@ class ArenaItems:
         self.unpack([(item, target, 0)], dense)
 
     def _copy(self, packed: Iterable[Packed], dense: torch.Tensor, *, to_arena: bool) -> None:
+        # Beside the step that runs on a device. Copies to and from the host end before they return.
+        with self._arena.on_side_stream(after_mark=True):
+            self._copy_all(packed, dense, to_arena=to_arena)
+
+    def _copy_all(self, packed: Iterable[Packed], dense: torch.Tensor, *, to_arena: bool) -> None:
         # Spans of equal length whose dense bytes follow each other go in one call.
         starts: list[int] = []
         there = nbytes = 0

@@ -178,6 +178,8 @@ class PullReader:
         LateReadError when P had released them, and OtherPromptError when its lease is for something
         else.
         """
+        # Of the blocks that are filled now, some may have just been copied or zeroed by the engine.
+        self._arena.wait_for_prepared()
         if self._verify:
             self._read_verified(reading, plan)
         else:

@@ -1,6 +1,5 @@
 """Spans of bytes from one tensor of a device into another, in one launch."""
 
-
 import numpy as np
 import numpy.typing as npt
 import torch

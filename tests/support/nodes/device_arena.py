@@ -21,7 +21,12 @@ _OPEN, _SHUT = mmap.PROT_READ | mmap.PROT_WRITE, 0
 
 
 class DeviceArena(ArenaMemory):
-    """Says that it is on device 0; has no descriptor that another process could map."""
+    """Says that it is on device 0; has no descriptor that another process could map.
+
+    `num_marks`: steps that were prepared by zeroes or copies, in all arenas.
+    """
+
+    num_marks = 0
 
     def __init__(self, nbytes: int, *, device: str = "cpu", prefault: bool = True) -> None:
         super().__init__(nbytes, device=device, prefault=prefault)
@@ -33,6 +38,10 @@ class DeviceArena(ArenaMemory):
         self._num_inside = 0
         self._protect(_SHUT)
 
+    def mark_prepared(self) -> None:
+        """Counts, as the CPU runs all in order."""
+        DeviceArena.num_marks += 1
+
     def kernels(self) -> AbstractContextManager[None]:
         """The block runs the code that would run on the device."""
         return self._inside()
@@ -41,6 +50,10 @@ class DeviceArena(ArenaMemory):
         """A copy, as of a device's bytes."""
         with self._inside():
             return torch.clone(self.tensor[offset : offset + length]).numpy().data
+
+    def on_side_stream(self, *, after_mark: bool) -> AbstractContextManager[None]:
+        """The block's calls are the arena's own."""
+        return self._inside()
 
     def digests(self, blocks: Sequence[Spans]) -> list[int]:
         """By the host's rule: the kernel's interpreter takes a second for a piece."""

@@ -39,6 +39,7 @@ async def main(folder: Path, transport: str) -> None:
         p, d = await cluster.pair(folder, config)
         await check_tokens_and_logprobs(p, d)
         assert sample(d, "tandem:kv_verified_bytes_total") > 0
+        assert DeviceArena.num_marks > 0
         assert sample(d, "tandem:kv_unverified_transfers_total") == 0
     finally:
         for node in cluster.nodes:
