@@ -36,7 +36,10 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from engine.digests import Spans, digest
@@ -44,6 +47,17 @@ from engine.errors import ConfigError
 from engine.side_stream import SideStream
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+class Copying(Protocol):
+    """Copies that a device makes by itself; a `torch.cuda.Event`.
+
+    Raises RuntimeError when the device has failed.
+    """
+
+    def query(self) -> bool: ...
+
+    def synchronize(self) -> None: ...
 
 
 class ArenaMemory:
@@ -127,6 +141,22 @@ class ArenaMemory:
         with self.on_side_stream(after_mark=False):
             found: list[int] = kernels.block_digests(self.tensor, blocks, self.read)
         return found
+
+    def copy_from(self, source: torch.Tensor, spans: npt.NDArray[np.int64]) -> Copying:
+        """Begins to copy `spans` [N, 3] of `source` uint8, on a device that this one can read.
+
+        A row is the offset in the source, the offset here, and the bytes. They run on the side
+        stream, after the mark; the source must stay until they have ended. A device's arena only.
+        """
+        assert self._side is not None
+        with self.on_side_stream(after_mark=True):
+            if find_spec("triton") is None:
+                for start, to, length in spans.tolist():
+                    self.tensor[to : to + length].copy_(source[start : start + length])
+            else:
+                kernels = import_module("engine.ops.copy_spans.cuda")
+                kernels.copy_spans(source, self.tensor, spans)
+            return self._side.event()
 
     def on_side_stream(self, *, after_mark: bool) -> AbstractContextManager[None]:
         """Torch's calls in the block run on a device's side stream. A host arena has none.

@@ -380,7 +380,8 @@ class NodeConfig(ServerConfig, frozen=True, kw_only=True, forbid_unknown_fields=
         Meta(
             description='JSON: kv_connector ("PdConnector"), kv_role (kv_both, kv_producer, '
             "kv_consumer), kv_load_failure_policy (recompute, fail), kv_connector_extra_config "
-            "(transport: auto, shm, nixl, ucx, zmq; kv_lease_duration; bidirectional_kv_xfer; ...)."
+            "(transport: auto, shm, cuda_ipc, nixl, ucx, zmq; kv_lease_duration; "
+            "bidirectional_kv_xfer; ...)."
         ),
     ] = KVTransferConfig()
     kv_events_config: Annotated[

@@ -58,6 +58,7 @@ def run(sheet: Sheet, setting: Setting) -> None:
     """Pairs of processes, then a pair with damage, then a large prompt."""
     device = setting.device
     ways = [
+        ("qwen3_5", "cuda_ipc", device),
         ("qwen3_5", "nixl", device),
         ("nemotron_h", "nixl", device),
         ("qwen3_5", "zmq", device),
@@ -65,10 +66,10 @@ def run(sheet: Sheet, setting: Setting) -> None:
     ]
     with sheet.attempt("damage"):
         asyncio.run(_damage(sheet, setting))
-    for family, transport, d_device in ways[2:3] if setting.quick else ways:
+    for family, transport, d_device in ways[3:4] if setting.quick else ways:
         with sheet.attempt(f"{family}, {transport}, {device} to {d_device}"):
             _pair(sheet, setting, family, transport=transport, d_device=d_device)
-    for transport in ("nixl", "zmq") if setting.on_gpu else ():
+    for transport in ("cuda_ipc", "nixl", "zmq") if setting.on_gpu else ():
         with sheet.attempt(f"large, {transport}"):
             _large(sheet, setting, transport)
 

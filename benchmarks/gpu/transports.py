@@ -39,6 +39,7 @@ def run(sheet: Sheet, setting: Setting) -> None:
     """Each case in two fresh processes, as UCX reads its settings once."""
     device = setting.device
     cases = [
+        Case("cuda_ipc", device, {}),
         Case("nixl", device, {"UCX_PROTO_INFO": "y"}),
         Case("nixl", device, {"UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "auto"}),
         Case("nixl", "cpu", {}),

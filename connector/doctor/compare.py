@@ -4,7 +4,7 @@ from connector.doctor.findings import Finding, Verdict, good, wrong
 from connector.doctor.probe import NodeReport
 from connector.pd.wire.geometry import MODEL_PREFIX, Difference, differences, groups_of
 from connector.pd.wire.messages import Handshake
-from connector.transports.auto import host_behind, offered_by
+from connector.transports.auto import NEAR, host_behind, offered_by
 from connector.transports.shm import why_out_of_reach
 from engine.distribution import how_to_install
 from engine.errors import TransportError
@@ -16,7 +16,6 @@ FIXES = {
     "protocol": "run the same version of Tandem on both nodes",
     "prefix_hash_seed": "give both nodes the same --prefix-hash-seed",
 }
-SHM = "shm"
 NETWORK = 'choose "auto", or one of nixl, ucx and zmq, for both nodes in --kv-transfer-config'
 INSTALL = f"install the same transports on both: {how_to_install('nixl')}"
 ADVERTISE = "start P with --host 0.0.0.0, or with an --advertise-host that D can reach"
@@ -78,15 +77,16 @@ def _way(p: Handshake, d: Handshake, apart: str | None) -> Finding:
     """The transport that will move bytes from P to D, if both say what is true."""
     offered = offered_by(d.transport, d.transport_address)
     common = [it for it in offered_by(p.transport, p.transport_address) if it in offered]
-    far = next((it for it in common if it != SHM), None)
-    if SHM in common and apart is None:
-        return good("transport", f"{SHM}, on one host")
+    near = next((it for it in common if it in NEAR), None)
+    far = next((it for it in common if it not in NEAR), None)
+    if near and apart is None:
+        return good("transport", f"{near}, on one host")
     if far and apart is None:
         return good("transport", f"{far}, which reaches other hosts")
     if far:
         return good("transport", f"{far}, between two hosts")
     if common:
-        return wrong("transport", f"{SHM} cannot work: {apart}", NETWORK)
+        return wrong("transport", f"{near} cannot work: {apart}", NETWORK)
     return wrong("transport", "no transport is installed on both", INSTALL)
 
 

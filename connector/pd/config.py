@@ -16,7 +16,8 @@ class PdConnectorConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields
     """
 
     transport: Annotated[
-        Literal["auto", "shm", "nixl", "ucx", "zmq"], Meta(description="What moves the bytes.")
+        Literal["auto", "shm", "cuda_ipc", "nixl", "ucx", "zmq"],
+        Meta(description="What moves the bytes."),
     ] = "auto"
     # Renewed by two thirds of it, as in vLLM #41383.
     kv_lease_duration: Annotated[

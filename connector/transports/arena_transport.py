@@ -1,4 +1,4 @@
-"""The base of the four transports: regions, peers by name, and one order of locks.
+"""The base of the five transports: regions, peers by name, and one order of locks.
 
     transport._lock  >  lock of a connection or of a read  >  lock of a list of idle connections
 
@@ -49,6 +49,7 @@ class ArenaTransport(Transport, Generic[_Remote]):
     """
 
     moves_devices = False
+    moves_hosts = True
     package: str | None = None
     """Imported by it, and installed by the extra of the transport's name; None: always there."""
 

@@ -11,6 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from types import MappingProxyType
 from typing import Annotated, Any, Final
 
 import msgspec
@@ -19,6 +20,7 @@ import structlog
 from connector.transports.address import AUTO, decode_address
 from connector.transports.arena_transport import ArenaTransport
 from connector.transports.base import HAS_ARENA, SpanPair, Transfer, Transport
+from connector.transports.cuda_ipc import CudaIpcAddress, CudaIpcTransport
 from connector.transports.shm import ShmAddress, ShmTransport
 from engine.arena import ArenaMemory
 from engine.errors import ConfigError, OutOfReachError, TransportError
@@ -31,6 +33,10 @@ NONCE_BYTES: Final = 32
 NUM_PROBES: Final = 127
 """Peers that may be met at once; a node has fewer threads that pull."""
 MAX_WAYS: Final = 8
+NEAR: Final[Mapping[str, type[ShmAddress | CudaIpcAddress]]] = MappingProxyType(
+    {ShmTransport.name: ShmAddress, CudaIpcTransport.name: CudaIpcAddress}
+)
+"""Transports that reach memory of one host only, and how they name it."""
 
 _Name = Annotated[str, msgspec.Meta(max_length=20)]
 _Names = Annotated[tuple[_Name, ...], msgspec.Meta(max_length=MAX_WAYS)]
@@ -85,6 +91,7 @@ class AutoTransport(Transport):
     def register(self, *regions: ArenaMemory) -> None:
         if self._regions:
             raise TransportError(HAS_ARENA)
+        # In host memory, wherever the arena is.
         probe = ArenaMemory(NONCE_BYTES * (1 + NUM_PROBES))
         probe.host_bytes()[:NONCE_BYTES] = self._nonce
         with ExitStack() as undo:
@@ -235,10 +242,11 @@ def host_behind(name: str, address: bytes) -> str | None:
 
     `why_out_of_reach` compares two of them. Raises TransportError for anything but an address.
     """
-    if name == AUTO:
-        near = decode_address(address, AutoAddress).ways.get(ShmTransport.name)
-        return None if near is None else decode_address(near, ShmAddress).host
-    return decode_address(address, ShmAddress).host if name == ShmTransport.name else None
+    ways = decode_address(address, AutoAddress).ways if name == AUTO else {name: address}
+    for near, kind in NEAR.items():
+        if near in ways:
+            return decode_address(ways[near], kind).host
+    return None
 
 
 def address_for(reader: str, owner: str, address: bytes) -> bytes:

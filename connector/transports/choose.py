@@ -11,6 +11,7 @@ from connector.transports.address import AUTO
 from connector.transports.arena_transport import ArenaTransport
 from connector.transports.auto import AutoTransport
 from connector.transports.base import Transport
+from connector.transports.cuda_ipc import CudaIpcTransport
 from connector.transports.nixl import NixlTransport
 from connector.transports.shm import ShmTransport
 from connector.transports.ucx import UcxTransport
@@ -22,7 +23,13 @@ log = structlog.get_logger()
 
 # The order in which `auto` tries those that are installed, after shm. zmq always is.
 TRANSPORTS: Mapping[str, type[ArenaTransport[Any]]] = MappingProxyType(
-    {"nixl": NixlTransport, "ucx": UcxTransport, "zmq": ZmqTransport, "shm": ShmTransport}
+    {
+        "cuda_ipc": CudaIpcTransport,
+        "nixl": NixlTransport,
+        "ucx": UcxTransport,
+        "zmq": ZmqTransport,
+        "shm": ShmTransport,
+    }
 )
 
 
@@ -34,26 +41,19 @@ def open_transport(
     on_device: bool = False,
     host: str = "127.0.0.1",
 ) -> Transport:
-    """A transport by name, or by `auto`: for each peer the first that reaches it, shm if it can.
+    """A transport by name, or by `auto`: for each peer the first that reaches it.
 
-    `same_host`: all peers are on this host, so that others are opened only where shm fails.
+    `same_host`: all peers are on this host, so that others are opened only where the first fails.
     `on_device`: the arena is not in host memory. `host`: where a transport listens that has to.
     Raises ConfigError for an unknown name, or a transport that cannot serve such an arena; the
     transport does so for a missing package.
     """
-    names: tuple[str, ...] = (name,)
-    if name == AUTO:
-        names, reason = choose_transports(on_device=on_device, is_installed=is_installed)
-        log.info("transports_chosen", transports=names, reason=reason, agent=agent_name)
-        if not on_device:
-            kinds = {each: TRANSPORTS[each] for each in names}
-            return AutoTransport(agent_name, host, kinds, at_start=1 if same_host else 2)
-    for each in names[:-1]:
-        try:
-            return _open_one(each, agent_name, host, on_device=on_device)
-        except ConfigError as error:
-            log.warning("transport_not_available", transport=each, error=str(error))
-    return _open_one(names[-1], agent_name, host, on_device=on_device)
+    if name != AUTO:
+        return _open_one(name, agent_name, host, on_device=on_device)
+    names, reason = choose_transports(on_device=on_device, is_installed=is_installed)
+    log.info("transports_chosen", transports=names, reason=reason, agent=agent_name)
+    kinds = {each: TRANSPORTS[each] for each in names}
+    return AutoTransport(agent_name, host, kinds, at_start=1 if same_host else 2)
 
 
 def _open_one(name: str, agent_name: str, host: str, *, on_device: bool) -> Transport:
@@ -65,6 +65,8 @@ def _open_one(name: str, agent_name: str, host: str, *, on_device: bool) -> Tran
         raise ConfigError(
             f"transport {name} serves no arena on a device; choose auto or one of {able}"
         )
+    if not on_device and not kind.moves_hosts:
+        raise ConfigError(f"transport {name} serves arenas on devices only; choose auto")
     opened = kind(agent_name, host)
     log.info("transport_chosen", transport=name, agent=agent_name)
     return opened
@@ -76,8 +78,8 @@ def choose_transports(
     """The transports that `auto` means, the best first, and why; `is_installed` knows packages."""
     reasons = ["shm for peers that can share memory, others for the rest"]
     if on_device:
-        reasons = ["the arena is on a device, which shm cannot reach"]
-    able = [kind for kind in TRANSPORTS.values() if kind.moves_devices or not on_device]
+        reasons = ["cuda_ipc for peers that can share a device's memory, others for the rest"]
+    able = [kind for kind in TRANSPORTS.values() if _suits(kind, on_device=on_device)]
     present = []
     for kind in able:
         if kind.package is None or is_installed(kind.package):
@@ -87,6 +89,10 @@ def choose_transports(
     # Where memory can be shared, nothing is faster: one copy and no network stack.
     present.sort(key=lambda name: name != ShmTransport.name)
     return tuple(present), "; ".join(reasons)
+
+
+def _suits(kind: type[ArenaTransport[Any]], *, on_device: bool) -> bool:
+    return kind.moves_devices if on_device else kind.moves_hosts
 
 
 def is_installed(package: str) -> bool:

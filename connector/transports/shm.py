@@ -115,13 +115,8 @@ class ShmTransport(ArenaTransport[_Mapped]):
     name = "shm"
 
     def _serve(self) -> _Memfds:
-        announced = []
-        for it in self._regions:
-            if it.fd is None:
-                raise TransportError(f"{it.label} is closed, or on a device")
-            info = os.fstat(it.fd)
-            announced.append(ShmRegion(it.fd, it.nbytes, info.st_ino, info.st_dev, it.label))
-        address = ShmAddress(os.getpid(), this_host(), tuple(announced))
+        announced = tuple(map(memfd_of, self._regions))
+        address = ShmAddress(os.getpid(), this_host(), announced)
         return _Memfds(msgspec.msgpack.encode(address))
 
     def _decode(self, peer: str, blob: bytes) -> _Mapped:
@@ -132,7 +127,7 @@ class ShmTransport(ArenaTransport[_Mapped]):
 
     def _open(self, remote: _Mapped) -> None:
         address = remote.address
-        remote.data = [_map(address.pid, region) for region in address.regions]
+        remote.data = [map_memfd(address.pid, region) for region in address.regions]
 
     def _start(self, remote: _Mapped, spans: Sequence[SpanPair], region: int) -> Transfer:
         local = self._regions[region]
@@ -152,8 +147,16 @@ def why_out_of_reach(here: str, there: str) -> str | None:
     return f"the peer runs on another host, or in another pid namespace: {there}, and not {here}"
 
 
-def _map(pid: int, region: ShmRegion) -> npt.NDArray[np.uint8]:
-    """All bytes of a peer's memfd, shape (nbytes,), read-only."""
+def memfd_of(region: ArenaMemory) -> ShmRegion:
+    """Names host memory of this process to others. Raises TransportError for any other memory."""
+    if region.fd is None:
+        raise TransportError(f"{region.label} is closed, or on a device")
+    info = os.fstat(region.fd)
+    return ShmRegion(region.fd, region.nbytes, info.st_ino, info.st_dev, region.label)
+
+
+def map_memfd(pid: int, region: ShmRegion) -> npt.NDArray[np.uint8]:
+    """All bytes of a peer's memfd, shape (nbytes,), read-only. Raises TransportError."""
     path = f"/proc/{pid}/fd/{region.fd}"
     try:
         with _open_verified(path, pid, region) as file:

@@ -51,12 +51,17 @@ def test_auto_takes_those_that_are_installed_in_order_and_says_why() -> None:
 def test_an_arena_on_a_device_is_served_by_what_can_reach_it() -> None:
     for same_host in (True, False):
         with closing(open_transport("auto", "d", same_host=same_host, on_device=True)) as chosen:
-            assert chosen.name == "nixl"
+            assert chosen.name == "auto"
+    names, reason = choose_transports(on_device=True, is_installed=lambda package: True)
+    assert names == ("cuda_ipc", "nixl", "zmq")
+    assert reason.startswith("cuda_ipc for peers that can share a device's memory")
     names, _ = choose_transports(on_device=True, is_installed=lambda package: package != "nixl")
-    assert names == ("zmq",)
+    assert names == ("cuda_ipc", "zmq")
     for name in ("shm", "ucx"):
         with pytest.raises(ConfigError, match=rf"{name} serves no arena on a device.*nixl.*zmq"):
             open_transport(name, "d", on_device=True)
+    with pytest.raises(ConfigError, match="cuda_ipc serves arenas on devices only"):
+        open_transport("cuda_ipc", "d")
 
 
 @dataclass(slots=True)
@@ -205,13 +210,9 @@ def test_what_cannot_listen_at_an_interfaces_second_address_is_left_out(
     with structlog.testing.capture_logs() as logs:
         p, d = (two_addresses.submit(make).result() for make in both)
         two_addresses.submit(d.transport.connect, "p", p.transport.address).result()
-        on_device = partial(open_transport, "auto", "p", on_device=True, host=SECOND)
-        with closing(two_addresses.submit(on_device).result()) as chosen:
-            assert chosen.name == "zmq"
     assert d.finds(7, "p")
     left = [log for log in logs if log["event"] == "transport_not_available"]
-    for_devices = [name for name in others if TRANSPORTS[name].moves_devices]
-    assert [log["transport"] for log in left] == [*others, *others, *for_devices]
+    assert [log["transport"] for log in left] == [*others, *others]
     assert all(f"{SECOND} ({SECOND}) as its first" in log["error"] for log in left)
     assert [log["transport"] for log in logs if "is read" in log["event"]] == ["zmq"]
 
