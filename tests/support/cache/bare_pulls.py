@@ -22,6 +22,7 @@ from connector.pd.wire.control_client import ControlClient
 from connector.pd.wire.geometry import geometry_of
 from connector.pd.wire.lease_record import REGION_BYTES
 from connector.pd.wire.messages import BlockIds, BlockRange, Digests
+from connector.transports.base import Transport
 from connector.transports.shm import ShmTransport
 from engine.arena import ArenaMemory
 from engine.kv_cache.arena_plan import plan_arena
@@ -181,9 +182,14 @@ class DamagedOnce(FaultInjector):
 
 
 @asynccontextmanager
-async def pair(digest: Callable[[Digests], Digests] = lambda found: found) -> AsyncIterator[Pair]:
+async def pair(
+    digest: Callable[[Digests], Digests] = lambda found: found,
+    *,
+    make_arena: Callable[[int], ArenaMemory] = ArenaMemory,
+    make_transport: Callable[[str], Transport] = ShmTransport,
+) -> AsyncIterator[Pair]:
     """`digest` may change what P answers."""
-    p, d = (ArenaMemory(PLAN.arena_bytes) for _ in range(2))
+    p, d = (make_arena(PLAN.arena_bytes) for _ in range(2))
     p_records, d_records = (ArenaMemory(REGION_BYTES) for _ in range(2))
     p.tensor.random_(256)
     now = [0.0]
@@ -196,7 +202,7 @@ async def pair(digest: Callable[[Digests], Digests] = lambda found: found) -> As
     control = ControlClient(
         f"127.0.0.1:{server.port}", token=None, caller_engine_id="d", timeout_s=5.0
     )
-    theirs, ours = ShmTransport("p"), FaultyTransport(ShmTransport("d"), NO_FAULTS)
+    theirs, ours = make_transport("p"), FaultyTransport(make_transport("d"), NO_FAULTS)
     ours.register(d, d_records)
     theirs.register(p, p_records)
     ours.connect("p", theirs.address)
