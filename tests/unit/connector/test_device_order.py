@@ -118,7 +118,7 @@ async def hand_over(
     marks: bool = True,
     kind: Callable[[str], Transport] = SharedIpc,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """What P's step wrote, and what D's step read; of a block that D copied, before and after.
+    """Blocks as P's step wrote and as D's step read them; one that D copied, before and after.
 
     `awaits`: P reads its step's results before it grants the lease.
     """
