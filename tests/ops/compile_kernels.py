@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
@@ -18,6 +19,8 @@ from engine.forward import AttentionCache, AttentionIndex, SequenceLens
 from engine.model_configs.feed_forward import Activation
 from engine.model_configs.recurrent import Gating
 from engine.ops.backend import Ops, cuda_ops
+from engine.ops.copy_spans.cuda import copy_spans
+from engine.ops.digest.cuda import block_digests
 
 SHARED_BYTES = 227 * 1024
 """Of one program on an H200 at most."""
@@ -86,8 +89,17 @@ def small(ops: Ops) -> None:
     ops.lookup(x, torch.zeros(3, dtype=torch.int64), torch.float32, scale=2.0)
 
 
+def spans(ops: Ops) -> None:
+    """Digests of blocks, of which one is brought together first; copies of each width."""
+    content = torch.zeros(4096, dtype=torch.uint8)
+    block_digests(content, [[(0, 2000)], [(8, 200), (1, 300)]], lambda *_: memoryview(b""))
+    for width in (8, 4, 2, 1):
+        copy_spans(content, content.clone(), np.array([[width, 2 * width, 3 * width]], np.int64))
+
+
 CASES: dict[str, Callable[[Ops], None]] = {
     "small": small,
+    "spans": spans,
     "attention": lambda ops: attention(ops, 16, 4, 256),
     "window": lambda ops: attention(ops, 6, 2, 80, window=512),
     "latent": lambda ops: attention(ops, 32, 1, 576),
