@@ -11,9 +11,12 @@ from pathlib import Path
 from engine.step import SchedulerOutput
 from engine.worker.model_runner import ModelRunner, StepResults
 from serving.node import server
-from tests.support.nodes.cluster import Cluster, sample, transfer_config
+from tests.e2e.test_prefix_cache import room_for
+from tests.support.cache.offload import start_with_tiers, tier_config, tiers_settled
+from tests.support.nodes.cluster import Cluster, generate, sample, transfer_config
 from tests.support.nodes.device_arena import DeviceArena
 from tests.support.nodes.hand_over_checks import check_tokens_and_logprobs
+from tests.support.nodes.pairs import prompt_of, request_of
 
 
 class DeviceRunner(ModelRunner):
@@ -41,9 +44,24 @@ async def main(folder: Path, transport: str) -> None:
         assert sample(d, "tandem:kv_verified_bytes_total") > 0
         assert DeviceArena.num_marks > 0
         assert sample(d, "tandem:kv_unverified_transfers_total") == 0
+        await check_tiers(cluster, folder)
     finally:
         for node in cluster.nodes:
             await node.close()
+
+
+async def check_tiers(cluster: Cluster, folder: Path) -> None:
+    """A prompt that was evicted comes back from the host's memory, and its tokens are the same."""
+    config = tier_config(host_bytes=8 << 20)
+    sizes = {"kv_cache_memory_bytes": room_for(folder, 1)}
+    node = await start_with_tiers(cluster, folder, config, **sizes)
+    prompt, others = prompt_of(100), [prompt_of(150, salt=salt) for salt in range(1, 5)]
+    first, *_ = [await generate(node, request_of(one)) for one in (prompt, *others)]
+    before = node.engine.core.scheduler.stats.external_hits
+    again = await generate(node, request_of(prompt))
+    assert node.engine.core.scheduler.stats.external_hits > before
+    assert again.token_ids == first.token_ids
+    await tiers_settled(node)
 
 
 if __name__ == "__main__":
