@@ -118,7 +118,7 @@ async def test_nan_ends_its_own_request_only(
 class Stumbling:
     """A model that raises when it is given a certain token."""
 
-    kernels = None
+    recorder = None
 
     def __init__(self, model: CausalLM, fatal: int) -> None:
         self._model = model
