@@ -115,6 +115,12 @@ class TorchWork(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.names: list[str] = []
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Else torch imports its compiler at the first operator, for more than a second; nothing
+        # is compiled here. A torch without this switch ignores it.
+        return False
+
     def __torch_dispatch__(
         self,
         func: Any,
