@@ -126,10 +126,8 @@ def generate(
         greedy = SamplingParams(max_tokens=4, temperature=0.0, logprobs=1, stop_token_ids=stop)
         drawn = SamplingParams(max_tokens=5, temperature=0.8, top_p=0.9, seed=5, logprobs=1)
         answers = engine.generate(
-            request_of(prompt_of(11), greedy),
-            request_of(prompt_of(20, salt=1), drawn),
-            request_of(prompt_of(3, salt=2), drawn),
+            request_of(prompt_of(5), greedy), request_of(prompt_of(18, salt=1), drawn)
         )
-        turn = (*prompt_of(11), *answers[0].token_ids, 7)
+        turn = (*prompt_of(5), *answers[0].token_ids, 7)
         answers += engine.generate(request_of(turn, SamplingParams(max_tokens=1, logprobs=1)))
     return answers, num_ahead
