@@ -148,8 +148,8 @@ def launch(logits: Tensor, inputs: Mapping[str, SamplingInput]) -> Sampling:
     # Only now: what a row that fails has chosen is a token for all that was computed so far.
     tokens = tokens.masked_fill(highest.isfinite().logical_not(), -1)
     if drawn or plan.errors:
-        rows = [np.array(list(own), np.int64) for own in (drawn, plan.errors)]
-        of_drawn, of_errors = to_device(rows, device)
+        of_both = [np.array(list(rows), np.int64) for rows in (drawn, plan.errors)]
+        of_drawn, of_errors = to_device(of_both, device)
         own = tokens.index_select(0, of_drawn).masked_fill(places < 0, -1)
         tokens.index_copy_(0, of_drawn, own).index_fill_(0, of_errors, -1)
     return Sampling(

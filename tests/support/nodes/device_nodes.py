@@ -53,8 +53,8 @@ async def main(folder: Path, transport: str) -> None:
 async def check_tiers(cluster: Cluster, folder: Path) -> None:
     """A prompt that was evicted comes back from the host's memory, and its tokens are the same."""
     config = tier_config(host_bytes=8 << 20)
-    sizes = {"kv_cache_memory_bytes": room_for(folder, 1)}
-    node = await start_with_tiers(cluster, folder, config, **sizes)
+    memory = room_for(folder, 1)
+    node = await start_with_tiers(cluster, folder, config, kv_cache_memory_bytes=memory)
     prompt, others = prompt_of(100), [prompt_of(150, salt=salt) for salt in range(1, 5)]
     first, *_ = [await generate(node, request_of(one)) for one in (prompt, *others)]
     before = node.engine.core.scheduler.stats.external_hits
