@@ -21,6 +21,7 @@ import typer
 from rich.console import Console
 
 from benchmarks.gpu.sheet import read_rows
+from benchmarks.gpu.tuning import CONFIGS
 from benchmarks.support import report
 
 # Seconds that each may take.
@@ -36,7 +37,20 @@ LIMITS = MappingProxyType(
         "kernels": 90,
     }
 )
+EXACT = frozenset({"operators", "parity"})
 NEED_GPU = frozenset({"ipc", "speed", "kernels"})
+
+
+def environment(name: str, device: str, out: Path) -> dict[str, str]:
+    """Variables of Triton and fla, which both read when they are imported."""
+    if device == "cpu":
+        return {"TRITON_INTERPRET": "1"}
+    # What a phase has tuned the next one takes, in every process alike.
+    variables = {"FLA_CACHE_MODE": "strict", "FLA_CONFIG_DIR": str((out / CONFIGS).resolve())}
+    if name in EXACT:
+        # Else fla's products of float32 have the ten bits of TF32.
+        variables["TRITON_F32_DEFAULT"] = "ieee"
+    return variables
 
 
 def run_phase(name: str, device: str, *, models: Path, out: Path, quick: bool) -> str:
@@ -45,6 +59,7 @@ def run_phase(name: str, device: str, *, models: Path, out: Path, quick: bool) -
     with (out / f"{name}.log").open("wb") as log:
         process = subprocess.Popen(
             [*command, *(["--quick"] if quick else [])],
+            env={**os.environ, **environment(name, device, out)},
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,

@@ -9,10 +9,9 @@ from importlib import metadata
 
 import torch
 
-from benchmarks.gpu.sheet import Setting, Sheet, gb_per_s
+from benchmarks.gpu.sheet import Ceilings, Setting, Sheet, gb_per_s
 
-COPIED = 4 << 30
-SIDE = 8192
+HOST = 1 << 30
 
 
 def run(sheet: Sheet, setting: Setting) -> None:
@@ -36,19 +35,11 @@ def run(sheet: Sheet, setting: Setting) -> None:
         with sheet.attempt("driver"):
             asked = subprocess.run(query, capture_output=True, text=True, check=True, timeout=20)
             sheet.tell("driver", asked.stdout.strip())
-    nbytes, side = (64 << 20, 512) if setting.quick else (COPIED, SIDE)
-    source = torch.randint(0, 255, (nbytes,), dtype=torch.uint8, device=setting.device)
-    target = torch.empty_like(source)
-    taken = setting.seconds(lambda: target.copy_(source))
-    sheet.tell("copy on the device, read and written", gb_per_s(2 * nbytes, taken))
-    words = source.view(torch.float32).nan_to_num_()
-    sheet.tell("read on the device", gb_per_s(nbytes, setting.seconds(words.sum)))
-    left, right = (
-        torch.randn(side, side, device=setting.device, dtype=torch.bfloat16) for _ in range(2)
-    )
-    taken = setting.seconds(lambda: left @ right)
-    sheet.tell(f"bf16 product of {side}", f"{2 * side**3 / taken / 1e12:,.0f} TFLOP/s")
-    part = source[: nbytes // 4]
+    found = Ceilings.measure(setting)
+    sheet.tell("copy on the device, read and written", f"{found.copy / 1e9:,.0f} GB/s")
+    sheet.tell("read on the device", f"{found.read / 1e9:,.0f} GB/s")
+    sheet.tell("bf16 product of 8,192", f"{found.product / 1e12:,.0f} TFLOP/s")
+    part = torch.zeros(16 << 20 if setting.quick else HOST, dtype=torch.uint8).to(setting.device)
     host = torch.empty(part.numel(), dtype=torch.uint8, pin_memory=setting.on_gpu)
     plain = torch.empty(part.numel(), dtype=torch.uint8)
     for case, to, of in (

@@ -12,19 +12,24 @@ import msgspec
 import torch
 from torch import Tensor
 
-Verdict = Literal["right", "wrong", "failed", ""]
+Verdict = Literal["right", "wrong", "failed", "met", "missed", ""]
 BYTES = 588 << 20
 """The K/V and states that Qwen3.5-4B has after 16,384 tokens."""
 SPANS = (1, 16, 64)
 
 
 class Row(msgspec.Struct, frozen=True):
-    """One case of a phase; a figure that is only told has no verdict."""
+    """One case of a phase; a figure that is only told has no verdict.
+
+    `bound` and `goal`: what the figure must reach, and what it should, of a row of the acceptance.
+    """
 
     phase: str
     case: str
     figure: str
     verdict: Verdict = ""
+    bound: str = ""
+    goal: str = ""
 
 
 @dataclass(slots=True, frozen=True)
@@ -59,6 +64,31 @@ class Setting:
         return sorted(taken)[len(taken) // 2]
 
 
+@dataclass(slots=True, frozen=True)
+class Ceilings:
+    """Rates of a card that no kernel exceeds: bytes per second, and operations per second.
+
+    `copy`: read and written bytes together; `product`: of two bfloat16 matrices.
+    """
+
+    copy: float
+    read: float
+    product: float
+
+    @classmethod
+    def measure(cls, setting: Setting) -> "Ceilings":
+        """Takes half a second on a card."""
+        nbytes, side = (16 << 20, 256) if setting.quick else (2 << 30, 8192)
+        words = torch.ones(nbytes // 4, device=setting.device)
+        target = torch.empty_like(words)
+        copy = 2 * nbytes / setting.seconds(lambda: target.copy_(words))
+        read = nbytes / setting.seconds(words.sum)
+        left, right = (
+            torch.randn(side, side, device=setting.device, dtype=torch.bfloat16) for _ in range(2)
+        )
+        return cls(copy, read, 2 * side**3 / setting.seconds(lambda: left @ right))
+
+
 class Sheet:
     """The rows of one phase in a file, written anew with each of them."""
 
@@ -68,15 +98,42 @@ class Sheet:
 
     def tell(self, case: str, figure: object, verdict: Verdict = "") -> None:
         """One more row, printed and written."""
-        self._rows.append(Row(self._phase, case, str(figure), verdict))
-        print(f"{self._phase:12} {case:58} {figure} {verdict}", flush=True)
-        self._file.write_bytes(msgspec.json.format(msgspec.json.encode(self._rows)))
+        self._add(Row(self._phase, case, str(figure), verdict))
 
-    def near(self, case: str, found: Tensor, truth: Tensor, *, limit: float) -> None:
-        """The largest error of `found`, as a share of the largest value of `truth`."""
+    def accept(
+        self,
+        case: str,
+        value: float,
+        unit: str,
+        *,
+        accept: float,
+        goal: float | None = None,
+        at_least: bool = False,
+    ) -> None:
+        """One row of the acceptance: at most `accept`, or `at_least` so much; so of `goal`."""
+        sign = -1 if at_least else 1
+        bounds = [
+            "" if bound is None else f"{'≥' if at_least else '≤'} {bound:.4g}"
+            for bound in (accept, goal)
+        ]
+        if goal is not None and sign * value <= sign * goal:
+            bounds[1] += ", reached"
+        # Not a number is no less than anything.
+        verdict: Verdict = "met" if sign * value <= sign * accept else "missed"
+        self._add(Row(self._phase, case, f"{value:.4g} {unit}".strip(), verdict, *bounds))
+
+    def near(self, case: str, found: Tensor, truth: Tensor, *, limit: float) -> float:
+        """The largest error of `found`, as a share of the largest value of `truth`; also told."""
         wide = truth.double()
         error = float((found.detach().cpu().double() - wide).abs().max() / wide.abs().max())
         self.tell(case, f"{error:.1e}", "right" if error <= limit else "wrong")
+        return error
+
+    def _add(self, row: Row) -> None:
+        self._rows.append(row)
+        bounds = f"{row.bound} ({row.goal})" if row.goal else row.bound
+        print(f"{self._phase:12} {row.case:58} {row.figure} {bounds} {row.verdict}", flush=True)
+        self._file.write_bytes(msgspec.json.format(msgspec.json.encode(self._rows)))
 
     @contextmanager
     def attempt(self, case: str) -> Iterator[None]:

@@ -1,0 +1,73 @@
+"""What Triton has tuned in this process: the time it took, and fla's choices as files of its own.
+
+fla reads `FLA_CONFIG_DIR`/KERNEL.json where `FLA_CACHE_MODE` is `strict`, as `fla.ops.utils.cache`
+of fla-core 0.6.0 says, and tunes only what it does not find there. Choices that are saved are for
+this card and this Triton.
+"""
+
+import gc
+import sys
+from importlib import import_module
+from importlib.metadata import version
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import msgspec
+
+CONFIGS = "fla"
+"""Their folder in the folder of a run."""
+
+
+class Stopwatch:
+    """The time of all tuning from its making on, compilation included."""
+
+    def __init__(self) -> None:
+        self.seconds, self.kernels = 0.0, 0
+        autotuner = import_module("triton.runtime.autotuner").Autotuner
+        bench = autotuner._bench
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            started = perf_counter()
+            try:
+                return bench(*args, **kwargs)
+            finally:
+                self.seconds += perf_counter() - started
+                self.kernels += 1
+
+        autotuner._bench = timed
+
+
+def save(folder: Path) -> int:
+    """Adds this process's choices to the files in `folder`; their number."""
+    if "fla.ops.utils.cache" not in sys.modules:
+        return 0
+    cache = sys.modules["fla.ops.utils.cache"]
+    count = 0
+    for tuner in [one for one in gc.get_objects() if type(one) is cache.CachedAutotuner]:
+        if not tuner.cache:
+            continue
+        folder.mkdir(parents=True, exist_ok=True)
+        file = folder / f"{tuner.kernel_name}.json"
+        known = msgspec.json.decode(file.read_bytes()) if file.exists() else {}
+        entries = known.get("autotune_entries", {})
+        for key, config in tuner.cache.items():
+            entries[cache.AutotuneKey.key_hash(key)] = {
+                "autotune_key": cache.AutotuneKey.normalize_autotune_key(key),
+                "config": {
+                    "kwargs": config.kwargs,
+                    "num_warps": config.num_warps,
+                    "num_stages": config.num_stages,
+                    "num_ctas": config.num_ctas,
+                    "maxnreg": config.maxnreg,
+                    "ir_override": config.ir_override,
+                },
+            }
+        count += len(tuner.cache)
+        content = {
+            "kernel_name": tuner.kernel_name,
+            "triton_version": version("triton"),
+            "autotune_entries": entries,
+        }
+        file.write_bytes(msgspec.json.format(msgspec.json.encode(content)))
+    return count
