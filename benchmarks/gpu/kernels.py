@@ -1,56 +1,258 @@
-"""The phase `kernels`: the gated delta rule of fla-core beside ours, in Qwen3.5's shapes."""
+"""The phase `kernels`: single kernels in the shapes of Qwen3.5-4B and Nemotron-H-8B.
 
-import importlib
+A floor is the bytes that a kernel must move, at the card's rate of copying, or the products that it
+must compute. Steps are timed in CUDA graphs, of which each call works on another layer's states, as
+in a model; segments are launched one after the other. States lie in units of all layers.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
+from types import ModuleType
 
 import torch
 
-from benchmarks.gpu.sheet import Setting, Sheet
-from engine.ops.gated_delta_rule import fast, naive
+from benchmarks.gpu.alternatives import changed
+from benchmarks.gpu.kernel_inputs import (
+    Sizes,
+    attention_inputs,
+    delta_inputs,
+    duality_inputs,
+    states_index,
+)
+from benchmarks.gpu.sheet import Ceilings, Setting, Sheet
+from benchmarks.support import interpreter
+from engine.model_configs.feed_forward import Activation
+from engine.model_configs.recurrent import Gating
+from engine.ops.backend import Ops, cuda_ops, torch_ops
+from engine.ops.gated_delta_rule import cuda as delta_kernels
+from engine.ops.paged_attention import cuda as attention_kernels
+from engine.step import SamplingInput
+from engine.types import SamplingParams
+from engine.worker import device_sampler
 
-KEYS, VALUES, DIM = 16, 32, 128
-TRUE_TOKENS, TOKENS = 200, 2_048
+STEP_CHANGES = (
+    {"TILE": 2048},
+    {"TILE": 2048, "num_warps": 2},
+    {"TILE": 4096, "num_warps": 2},
+    {"TILE": 4096, "num_warps": 8},
+    {"TILE": 8192},
+    {"TILE": 8192, "num_warps": 8},
+    {"TILE": 16384, "num_warps": 8},
+)
+DECODE_CHANGES = (
+    {"num_stages": 2},
+    {"num_stages": 4},
+    {"num_warps": 8},
+    {"TILE_BYTES": 16384},
+    {"TILE_BYTES": 16384, "num_stages": 5},
+    {"TILE_BYTES": 65536, "num_stages": 2},
+    {"TILE_BYTES": 65536, "num_warps": 8},
+    {"MIN_SPLIT": 512},
+    {"MIN_SPLIT": 1024},
+)
 
 
-def run(sheet: Sheet, setting: Setting) -> None:
-    """Errors of a short segment against the naive form in float64, and times of a long one."""
-    rule = importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
+@dataclass(slots=True, frozen=True)
+class Bench:
+    """One run on one card."""
 
-    torch.manual_seed(0)
+    sheet: Sheet
+    setting: Setting
+    ceilings: Ceilings
+    ops: Ops
+    sizes: Sizes
 
-    def inputs(tokens: int) -> list[torch.Tensor]:
-        q, k = torch.randn(2, tokens, KEYS, DIM)
-        v = torch.randn(tokens, VALUES, DIM)
-        g, beta = -torch.rand(tokens, VALUES), torch.rand(tokens, VALUES)
-        return [q.bfloat16(), k.bfloat16(), v.bfloat16(), g, beta, torch.randn(1, VALUES, DIM, DIM)]
+    def step(self, case: str, work: Callable[[int], object], nbytes: float) -> float:
+        """Tells and returns the time of a kernel that moves so many bytes."""
+        taken = self.setting.graph_seconds(work)
+        self.tell(case, taken, nbytes / self.ceilings.copy)
+        return taken
 
-    def theirs(q: torch.Tensor, *rest: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        k, v, g, beta, state = rest
-        o, final = rule(
-            *(part.unsqueeze(0) for part in (q, k, v, g, beta)),
-            initial_state=state,
-            output_final_state=True,
-            use_qk_l2norm_in_kernel=True,
-            cu_seqlens=torch.tensor([0, len(q)], device=q.device),
+    def segment(self, case: str, work: Callable[[], object], floor: float) -> None:
+        """Tells the time of kernels of one segment of a prefill."""
+        self.tell(case, self.setting.queued_seconds(work), floor)
+
+    @contextmanager
+    def alternative(
+        self, module: ModuleType, kernel: str, changes: dict[str, int]
+    ) -> Iterator[str]:
+        """The name of other sizes, which are set meanwhile; the device may refuse them."""
+        case = "  " + ", ".join(f"{name} {value}" for name, value in changes.items())
+        with self.sheet.attempt(case), changed(module, kernel, **changes):
+            yield case
+
+    def tell(self, case: str, taken: float, floor: float) -> None:
+        """A time beside its floor, both in seconds."""
+        self.sheet.tell(
+            case, f"{taken * 1e6:,.1f} us, {taken / floor:.2f} times {floor * 1e6:,.1f} us"
         )
-        return o[0], final
 
-    def ours(*parts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        q, k, v, g, beta, state = parts
-        lens = [len(q)]
-        return fast.chunk(q, k, v, g, beta=beta, query_lens=lens, initial=state)[:2]
 
-    here = inputs(TRUE_TOKENS)
-    q, k, v, g, beta, state = here
-    y, final, _ = naive.chunk(
-        q, k, v, g, beta=beta, query_lens=[TRUE_TOKENS], initial=state.double()
+@torch.inference_mode()
+def run(sheet: Sheet, setting: Setting) -> None:
+    """Each kind by itself; the two that most of a step's bytes go through in several sizes."""
+    torch.manual_seed(0)
+    if not setting.on_gpu:
+        interpreter.patch()
+    bench = Bench(
+        sheet, setting, Ceilings.measure(setting), cuda_ops(), Sizes.of(small=setting.quick)
     )
-    there, long = ([part.to(setting.device) for part in these] for these in (here, inputs(TOKENS)))
-    for name, work in (("fla-core", theirs), ("ours", ours)):
+    for name, case in (
+        ("gated delta rule, steps", _delta_steps),
+        ("paged attention, decodes", _decodes),
+        ("ssd, steps", _duality_steps),
+        ("convolution, steps", _convolution_steps),
+        ("norms and functions", _small),
+        ("output head and sampling", _head),
+        ("segments of states", _state_segments),
+        ("segments of attention", _attention_segment),
+    ):
         with sheet.attempt(name):
-            o, found = work(*there)
-            sheet.near(f"{name}, bfloat16, output", o, y, limit=1e-2)
-            sheet.near(f"{name}, bfloat16, state", found, final, limit=5e-3)
-            with torch.inference_mode():
-                taken = setting.seconds(partial(work, *long))
-            sheet.tell(f"{name}, {TOKENS:,} tokens, one layer", f"{taken * 1e3:.2f} ms")
+            case(bench)
+
+
+def _delta_steps(bench: Bench) -> None:
+    for count in bench.sizes.sequences:
+        index = states_index([1] * count, bench.setting.device, decodes=count)
+        inputs = delta_inputs(bench.sizes, index, bench.setting.device)
+        work = partial(inputs.run, bench.ops.gated_delta_rule)
+        case = f"gated delta rule, a step of {count} sequences"
+        taken = bench.step(case, work, inputs.nbytes)
+        if count == bench.sizes.sequences[-1]:
+            bench.sheet.accept(case, taken * 1e3, "ms", accept=0.16, goal=0.14)
+            for changes in STEP_CHANGES:
+                with bench.alternative(delta_kernels, "_step", changes) as name:
+                    bench.step(name, work, inputs.nbytes)
+
+
+def _decodes(bench: Bench) -> None:
+    sizes = bench.sizes
+    for count, length in sizes.decodes:
+        inputs = attention_inputs(sizes, [1] * count, [length - 1] * count, bench.setting.device)
+        nbytes = count * length * sizes.token_bytes
+
+        work = partial(inputs.run, bench.ops)
+        case = f"paged attention, decodes of {count} x {length:,}"
+        taken = bench.setting.graph_seconds(work, 8)
+        rate = nbytes / taken / 1e12
+        floor = nbytes / bench.ceilings.read
+        bench.sheet.tell(
+            case, f"{taken * 1e6:,.1f} us, {rate:.2f} TB/s, {taken / floor:.2f} times reading"
+        )
+        if (count, length) == sizes.decodes[0]:
+            bench.sheet.accept(case, rate, "TB/s", accept=2.8, goal=3.4, at_least=True)
+        if (count, length) in sizes.decodes[:2]:
+            for changes in DECODE_CHANGES:
+                with bench.alternative(attention_kernels, "decode_kernel", changes) as name:
+                    bench.step(name, work, nbytes)
+
+
+def _duality_steps(bench: Bench) -> None:
+    for count in bench.sizes.sequences:
+        index = states_index([1] * count, bench.setting.device, decodes=count)
+        inputs = duality_inputs(bench.sizes, index, bench.setting.device)
+        work = partial(inputs.run, bench.ops.ssd)
+        bench.step(f"ssd, a step of {count} sequences", work, inputs.nbytes)
+
+
+def _convolution_steps(bench: Bench) -> None:
+    count, channels, device = bench.sizes.sequences[-1], bench.sizes.channels, bench.setting.device
+    kind = bench.sizes.dtype
+    x = torch.randn(count, channels, device=device, dtype=kind)
+    weight = torch.randn(4, channels, device=device, dtype=kind)
+    pools = torch.randn(8, count + 1, 3, channels, device=device, dtype=kind)
+    index = states_index([1] * count, device, decodes=count)
+    bench.step(
+        f"convolution, a step of {count} sequences",
+        lambda number: bench.ops.causal_conv1d(x, pools[number % 8], index, weight, None),
+        2 * count * pools[0, 0].nbytes + 2 * x.nbytes,
+    )
+
+
+def _small(bench: Bench) -> None:
+    """Small ones: at these sizes a launch costs as much as the bytes, also in a graph."""
+    count, width, device = bench.sizes.sequences[-1], bench.sizes.hidden, bench.setting.device
+    kind, ops = bench.sizes.dtype, bench.ops
+    x, residual = torch.randn(2, count, width, device=device, dtype=kind)
+    norm = ops.norm(torch.ones(width, device=device), 1e-6, kind)
+    bench.step(f"norm, {count} rows", lambda _: norm(x), 2 * x.nbytes)
+    bench.step(f"norm and sum, {count} rows", lambda _: norm(x, residual), 3 * x.nbytes)
+    y = torch.randn(count, 4096, device=device)
+    z = torch.randn(count, 4096, device=device, dtype=kind)
+    gated = ops.gated_norm(torch.ones(128, device=device), 1e-6, gating=Gating.NORM_THEN_GATE)
+    bench.step(f"gated norm, {count} rows", lambda _: gated(y, z), y.nbytes + 2 * z.nbytes)
+    both = torch.randn(count, 2 * bench.sizes.inner, device=device, dtype=kind)
+    silu = ops.activation(Activation.SILU, gated=True)
+    bench.step(f"silu of a gate, {count} rows", lambda _: silu(both), 1.5 * both.nbytes)
+    heads = torch.randn(count, bench.sizes.heads, bench.sizes.dim, device=device, dtype=kind)
+    width = min(64, bench.sizes.dim)
+    table = torch.randn(2, count, 1, width, device=device, dtype=kind)
+    turned = 2 * width * heads.element_size() * count * bench.sizes.heads
+    bench.step(f"rotary, {count} rows", lambda _: ops.rotate_(heads, table), turned)
+
+
+def _head(bench: Bench) -> None:
+    """The product that a recorded step does not hold, and what comes after it."""
+    sizes, device = bench.sizes, bench.setting.device
+    head = bench.ops.linear(
+        torch.randn(sizes.vocabulary, sizes.hidden, device=device, dtype=sizes.dtype)
+    )
+    nbytes = sizes.vocabulary * sizes.hidden * 2
+    for count in sizes.sequences:
+        x = torch.randn(count, sizes.hidden, device=device, dtype=sizes.dtype)
+        bench.step(f"output head of {count} rows", lambda _, x=x: head(x).float(), nbytes)
+        logits = head(x).float()
+        for kind, params in (
+            ("greedy", SamplingParams(temperature=0.0)),
+            ("drawn, top-p", SamplingParams(temperature=0.8, top_p=0.9, seed=3)),
+            ("drawn, top-k", SamplingParams(temperature=0.8, top_k=40, seed=3)),
+        ):
+            inputs = {str(row): SamplingInput(params, row) for row in range(count)}
+            launch = partial(device_sampler.launch, logits, inputs)
+            taken = bench.setting.queued_seconds(launch)
+            bench.sheet.tell(f"sampling {count} rows, {kind}", f"{taken * 1e6:,.0f} us")
+
+
+def _state_segments(bench: Bench) -> None:
+    """Kernels of the column and torch's operators, of one segment and one layer."""
+    sizes, device = bench.sizes, bench.setting.device
+    tokens = sizes.segment
+    index = states_index([tokens], device, decodes=0)
+    inputs = delta_inputs(sizes, index, device)
+    # Products of 64-token chunks with keys, values and each other, and of states.
+    products = 2 * tokens * sizes.value_heads * (4 * 64 * 128 + 4 * 128 * 128)
+    floor = products / bench.ceilings.product
+    for name, ops in (("kernels", bench.ops), ("torch", torch_ops())):
+        work = partial(inputs.run, ops.gated_delta_rule, 0)
+        bench.segment(f"gated delta rule, {tokens:,} tokens, {name}", work, floor)
+    inputs = duality_inputs(sizes, index, device)
+    products = 2 * tokens * sizes.ssd_heads * (2 * 64 * 128 + 2 * 64 * 128)
+    floor = products / bench.ceilings.product
+    for name, ops in (("kernels", bench.ops), ("torch", torch_ops())):
+        work = partial(inputs.run, ops.ssd, 0)
+        bench.segment(f"ssd, {tokens:,} tokens, {name}", work, floor)
+    x = torch.randn(tokens, sizes.channels, device=device, dtype=sizes.dtype)
+    weight = torch.randn(4, sizes.channels, device=device, dtype=sizes.dtype)
+    pool = torch.randn(2, 3, sizes.channels, device=device, dtype=sizes.dtype)
+    bench.segment(
+        f"convolution, {tokens:,} tokens",
+        lambda: bench.ops.causal_conv1d(x, pool, index, weight, None),
+        2 * x.nbytes / bench.ceilings.copy,
+    )
+
+
+def _attention_segment(bench: Bench) -> None:
+    """With its gathering of pages; the floor is of the products alone."""
+    sizes = bench.sizes
+    for context in (0, sizes.context):
+        tokens = sizes.segment
+        inputs = attention_inputs(sizes, [tokens], [context], bench.setting.device, decodes=0)
+        pairs = tokens * context + tokens * tokens / 2
+        floor = 4 * pairs * sizes.heads * sizes.dim / bench.ceilings.product
+        bench.segment(
+            f"paged attention, {tokens:,} tokens after {context:,}",
+            partial(inputs.run, bench.ops, 0),
+            floor,
+        )

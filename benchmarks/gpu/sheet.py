@@ -63,6 +63,30 @@ class Setting:
             taken.append(perf_counter() - started)
         return sorted(taken)[len(taken) // 2]
 
+    def graph_seconds(self, work: Callable[[int], object], calls: int = 24) -> float:
+        """The time of one `work` among `calls`, whose numbers it is given, in one CUDA graph.
+
+        So nothing of it is the host's. Work that asks the device for something fails.
+        """
+        if not self.on_gpu:
+            return self.seconds(lambda: work(0))
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                work(0)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            for number in range(calls):
+                work(number)
+        return self.seconds(graph.replay) / calls
+
+    def queued_seconds(self, work: Callable[[], object], calls: int = 8) -> float:
+        """The time of one `work` among `calls` that are launched without waiting."""
+        calls = 1 if self.quick else calls
+        return self.seconds(lambda: [work() for _ in range(calls)], 7) / calls
+
 
 @dataclass(slots=True, frozen=True)
 class Ceilings:
