@@ -2,6 +2,9 @@
 
 import json
 import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -16,11 +19,28 @@ CONTEXT = 1024
 SHARD_BYTES = 2 << 30
 
 
+@contextmanager
+def _without_fla() -> Iterator[None]:
+    """transformers builds models of fla's kernels where it finds them, on whatever device they run.
+
+    It asks once, and remembers.
+    """
+    known = sys.modules.get("fla")
+    sys.modules["fla"] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del sys.modules["fla"]
+        if known is not None:
+            sys.modules["fla"] = known
+
+
 def small(family: str, models: Path) -> Path:
     """A float32 checkpoint of some thousand parameters in a folder of `models`, made once."""
     folder = models / family
     if not folder.exists():
-        model = transformers.AutoModelForCausalLM.from_config(configs(CONTEXT)[family]).float()
+        with _without_fla():
+            model = transformers.AutoModelForCausalLM.from_config(configs(CONTEXT)[family]).float()
         widen(model, seed=7).save_pretrained(models / f"{family}.part")
         (models / f"{family}.part").rename(folder)
     return folder
@@ -39,7 +59,7 @@ def published(name: str, models: Path, device: str, *, num_layers: int | None = 
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir()
     (part / "config.json").write_text(json.dumps(content))
-    with torch.device("meta"):
+    with torch.device("meta"), _without_fla():
         config = transformers.AutoConfig.from_pretrained(part)
         model = transformers.AutoModelForCausalLM.from_config(config)
     draw = torch.Generator(device).manual_seed(7)

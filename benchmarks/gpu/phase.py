@@ -8,7 +8,12 @@ import torch
 import typer
 
 from benchmarks.gpu.sheet import Setting, Sheet
+from benchmarks.gpu.tuning import CONFIGS, Stopwatch, save, take_the_first
 from serving.process import configure_logging
+
+# Of phases that measure fla's kernels, and of those that only compare what they compute.
+TUNED = frozenset({"kernels", "speed"})
+UNTUNED = frozenset({"operators", "parity"})
 
 
 def main(
@@ -23,10 +28,20 @@ def main(
     configure_logging("warning")
     if device == "cpu":
         torch.set_num_threads(1)
-    phase = importlib.import_module(f"benchmarks.gpu.{name}")
     sheet = Sheet(name, out / f"phase-{name}.json")
+    watch = None
     with sheet.attempt("the phase itself"):
+        phase = importlib.import_module(f"benchmarks.gpu.{name}")
+        if device != "cpu" and name in TUNED:
+            watch = Stopwatch()
+        elif device != "cpu" and name in UNTUNED:
+            take_the_first()
         phase.run(sheet, Setting(device, models, quick))
+    if watch is not None:
+        with sheet.attempt("tuning"):
+            kept = save(out / CONFIGS)
+            figure = f"{watch.seconds:.1f} s for {watch.kernels} configurations, {kept} kept"
+            sheet.tell("tuning of fla's kernels", figure)
 
 
 if __name__ == "__main__":
