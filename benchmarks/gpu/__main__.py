@@ -24,7 +24,7 @@ import typer
 from rich.console import Console
 
 from benchmarks.gpu.sheet import read_rows
-from benchmarks.gpu.tuning import CONFIGS
+from benchmarks.gpu.tuning import CONFIGS, UNTUNED
 from benchmarks.support import report
 
 # Seconds that each may take, the most wanted first.
@@ -42,7 +42,6 @@ LIMITS = MappingProxyType(
 )
 LEAST = 10.0
 """Seconds below which no phase begins."""
-EXACT = frozenset({"operators", "parity"})
 NEED_GPU = frozenset({"ipc", "speed", "kernels"})
 
 
@@ -52,9 +51,10 @@ def environment(name: str, device: str, out: Path) -> dict[str, str]:
         return {"TRITON_INTERPRET": "1"}
     # What a phase has tuned the next one takes, in every process alike.
     variables = {"FLA_CACHE_MODE": "strict", "FLA_CONFIG_DIR": str((out / CONFIGS).resolve())}
-    if name in EXACT:
-        # Else fla's products of float32 have the ten bits of TF32.
-        variables["TRITON_F32_DEFAULT"] = "ieee"
+    if name in UNTUNED:
+        # Else fla's products of float32 have the ten bits of TF32; and what was not measured is not
+        # remembered on disk.
+        variables |= {"TRITON_F32_DEFAULT": "ieee", "FLA_CACHE_RESULTS": "0"}
     return variables
 
 

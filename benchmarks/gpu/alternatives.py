@@ -5,6 +5,9 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
+LAUNCH: tuple[str, ...] = ("num_warps", "num_stages")
+"""Options of a launch."""
+
 
 class _Launcher:
     """A kernel that is launched with some options instead of its caller's."""
@@ -20,7 +23,7 @@ class _Launcher:
 @contextmanager
 def changed(module: ModuleType, kernel: str, **changes: int) -> Iterator[None]:
     """Constants of a module by name, and `num_warps` and `num_stages` of its `kernel`."""
-    options = {name: changes.pop(name) for name in ("num_warps", "num_stages") if name in changes}
+    options = {name: changes.pop(name) for name in LAUNCH if name in changes}
     before = {name: getattr(module, name) for name in (kernel, *changes)}
     setattr(module, kernel, _Launcher(before[kernel], options))
     for name, value in changes.items():

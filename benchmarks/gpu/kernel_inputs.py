@@ -103,7 +103,7 @@ def _pools(units: int, shape: tuple[int, ...], device: str) -> list[Tensor]:
 
 
 def _rows(
-    tokens: int, shapes: list[tuple[int, ...]], kind: torch.dtype, device: str
+    tokens: int, shapes: list[tuple[int, ...]], kind: torch.dtype, *, device: str
 ) -> list[Tensor]:
     """Slices of one wide product."""
     sizes = [torch.Size(shape).numel() for shape in shapes]
@@ -117,7 +117,7 @@ def delta_inputs(sizes: Sizes, index: StateIndex, device: str) -> StateInputs:
     keys, values = (sizes.key_heads, 128), (sizes.value_heads, 128)
     heads = (sizes.value_heads,)
     tokens = sum(index.lens.query_lens)
-    rows = _rows(tokens, [keys, keys, values, heads, heads], sizes.dtype, device)
+    rows = _rows(tokens, [keys, keys, values, heads, heads], sizes.dtype, device=device)
     parameters = DeltaRuleParameters(
         rate=-torch.rand(heads, device=device), dt_bias=torch.rand(heads, device=device)
     )
@@ -128,7 +128,7 @@ def duality_inputs(sizes: Sizes, index: StateIndex, device: str) -> StateInputs:
     """x, dt, b and c of the batch's tokens."""
     heads, groups = (sizes.ssd_heads,), (sizes.ssd_groups, 128)
     tokens = sum(index.lens.query_lens)
-    rows = _rows(tokens, [(*heads, 64), heads, groups, groups], sizes.dtype, device)
+    rows = _rows(tokens, [(*heads, 64), heads, groups, groups], sizes.dtype, device=device)
     ones = torch.ones(heads, device=device)
     parameters = SSDParameters(a=-ones, dt_bias=ones, d=ones)
     return StateInputs(rows, _pools(len(index.units), (*heads, 64, 128), device), index, parameters)
@@ -154,8 +154,8 @@ def attention_inputs(
     sizes: Sizes,
     query_lens: list[int],
     context_lens: list[int],
-    device: str,
     *,
+    device: str,
     decodes: int | None = None,
 ) -> AttentionInputs:
     """Sequences whose pages lie in no order; all are decodes unless it is said how many are."""

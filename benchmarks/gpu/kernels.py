@@ -5,8 +5,7 @@ must compute. Steps are timed in CUDA graphs, of which each call works on anothe
 in a model; segments are launched one after the other. States lie in units of all layers.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
@@ -74,14 +73,20 @@ class Bench:
         """Tells the time of kernels of one segment of a prefill."""
         self.tell(case, self.setting.queued_seconds(work), floor)
 
-    @contextmanager
-    def alternative(
-        self, module: ModuleType, kernel: str, changes: dict[str, int]
-    ) -> Iterator[str]:
-        """The name of other sizes, which are set meanwhile; the device may refuse them."""
-        case = "  " + ", ".join(f"{name} {value}" for name, value in changes.items())
-        with self.sheet.attempt(case), changed(module, kernel, **changes):
-            yield case
+    def alternatives(
+        self,
+        work: Callable[[int], object],
+        nbytes: float,
+        *,
+        module: ModuleType,
+        kernel: str,
+        among: Sequence[Mapping[str, int]],
+    ) -> None:
+        """The same in other sizes, of which the device may refuse some."""
+        for changes in among:
+            case = "  " + ", ".join(f"{name} {value}" for name, value in changes.items())
+            with self.sheet.attempt(case), changed(module, kernel, **changes):
+                self.step(case, work, nbytes)
 
     def tell(self, case: str, taken: float, floor: float) -> None:
         """A time beside its floor, both in seconds."""
@@ -122,15 +127,17 @@ def _delta_steps(bench: Bench) -> None:
         taken = bench.step(case, work, inputs.nbytes)
         if count == bench.sizes.sequences[-1]:
             bench.sheet.accept(case, taken * 1e3, "ms", accept=0.16, goal=0.14)
-            for changes in STEP_CHANGES:
-                with bench.alternative(delta_kernels, "_step", changes) as name:
-                    bench.step(name, work, inputs.nbytes)
+            bench.alternatives(
+                work, inputs.nbytes, module=delta_kernels, kernel="_step", among=STEP_CHANGES
+            )
 
 
 def _decodes(bench: Bench) -> None:
     sizes = bench.sizes
     for count, length in sizes.decodes:
-        inputs = attention_inputs(sizes, [1] * count, [length - 1] * count, bench.setting.device)
+        inputs = attention_inputs(
+            sizes, [1] * count, [length - 1] * count, device=bench.setting.device
+        )
         nbytes = count * length * sizes.token_bytes
 
         work = partial(inputs.run, bench.ops)
@@ -144,9 +151,9 @@ def _decodes(bench: Bench) -> None:
         if (count, length) == sizes.decodes[0]:
             bench.sheet.accept(case, rate, "TB/s", accept=2.8, goal=3.4, at_least=True)
         if (count, length) in sizes.decodes[:2]:
-            for changes in DECODE_CHANGES:
-                with bench.alternative(attention_kernels, "decode_kernel", changes) as name:
-                    bench.step(name, work, nbytes)
+            bench.alternatives(
+                work, nbytes, module=attention_kernels, kernel="decode_kernel", among=DECODE_CHANGES
+            )
 
 
 def _duality_steps(bench: Bench) -> None:
@@ -248,7 +255,9 @@ def _attention_segment(bench: Bench) -> None:
     sizes = bench.sizes
     for context in (0, sizes.context):
         tokens = sizes.segment
-        inputs = attention_inputs(sizes, [tokens], [context], bench.setting.device, decodes=0)
+        inputs = attention_inputs(
+            sizes, [tokens], [context], device=bench.setting.device, decodes=0
+        )
         pairs = tokens * context + tokens * tokens / 2
         floor = 4 * pairs * sizes.heads * sizes.dim / bench.ceilings.product
         bench.segment(

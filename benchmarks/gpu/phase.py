@@ -8,12 +8,8 @@ import torch
 import typer
 
 from benchmarks.gpu.sheet import Setting, Sheet
-from benchmarks.gpu.tuning import CONFIGS, Stopwatch, save, take_the_first
+from benchmarks.gpu.tuning import CONFIGS, TUNED, UNTUNED, Stopwatch, save, take_the_first
 from serving.process import configure_logging
-
-# Of phases that measure fla's kernels, and of those that only compare what they compute.
-TUNED = frozenset({"kernels", "speed"})
-UNTUNED = frozenset({"operators", "parity"})
 
 
 def main(

@@ -104,11 +104,11 @@ def run(sheet: Sheet, setting: Setting) -> None:
     for kernels in columns:
         make = partial(Run, sheet, setting, ceilings, watch, folder=folder, kernels=kernels)
         with sheet.attempt(f"node, kernels {kernels}"):
-            asyncio.run(_measure(make, setting, folder, kernels))
+            asyncio.run(_measure(make, setting, folder, kernels=kernels))
 
 
 async def _measure(
-    make: Callable[..., Run], setting: Setting, folder: Path, kernels: KernelChoice
+    make: Callable[..., Run], setting: Setting, folder: Path, *, kernels: KernelChoice
 ) -> None:
     started = perf_counter()
     batches = BATCHES[:2] if setting.quick or kernels == "torch" else BATCHES

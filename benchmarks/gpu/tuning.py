@@ -1,4 +1,4 @@
-"""What Triton has tuned in this process: the time it took, and fla's choices as files of its own.
+"""Tuning of Triton's kernels in this process: its time, and fla's choices as files of its own.
 
 fla reads `FLA_CONFIG_DIR`/KERNEL.json where `FLA_CACHE_MODE` is `strict`, as `fla.ops.utils.cache`
 of fla-core 0.6.0 says, and tunes only what it does not find there. Choices that are saved are for
@@ -18,6 +18,10 @@ import msgspec
 
 CONFIGS = "fla"
 """Their folder in the folder of a run."""
+TUNED = frozenset({"kernels", "speed"})
+"""Phases that measure fla's kernels."""
+UNTUNED = frozenset({"operators", "parity"})
+"""Phases that only compare what they compute."""
 
 
 class Stopwatch:
