@@ -109,7 +109,7 @@ def _rows(
     sizes = [torch.Size(shape).numel() for shape in shapes]
     wide = torch.randn(tokens, sum(sizes), device=device, dtype=kind)
     parts = wide.split_with_sizes(sizes, dim=1)
-    return [part.unflatten(1, shape) for part, shape in zip(parts, shapes, strict=True)]
+    return [part.view(tokens, *shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def delta_inputs(sizes: Sizes, index: StateIndex, device: str) -> StateInputs:

@@ -11,6 +11,7 @@ from functools import partial
 from types import ModuleType
 
 import torch
+from torch import Tensor
 
 from benchmarks.gpu.alternatives import changed
 from benchmarks.gpu.kernel_inputs import (
@@ -24,7 +25,7 @@ from benchmarks.gpu.sheet import Ceilings, Setting, Sheet
 from benchmarks.support import interpreter
 from engine.model_configs.feed_forward import Activation
 from engine.model_configs.recurrent import Gating
-from engine.ops.backend import Ops, cuda_ops, torch_ops
+from engine.ops.backend import Ops, Product, cuda_ops, torch_ops
 from engine.ops.gated_delta_rule import cuda as delta_kernels
 from engine.ops.paged_attention import cuda as attention_kernels
 from engine.step import SamplingInput
@@ -209,7 +210,7 @@ def _head(bench: Bench) -> None:
     nbytes = sizes.vocabulary * sizes.hidden * 2
     for count in sizes.sequences:
         x = torch.randn(count, sizes.hidden, device=device, dtype=sizes.dtype)
-        bench.step(f"output head of {count} rows", lambda _, x=x: head(x).float(), nbytes)
+        bench.step(f"output head of {count} rows", partial(_logits, head, x), nbytes)
         logits = head(x).float()
         for kind, params in (
             ("greedy", SamplingParams(temperature=0.0)),
@@ -220,6 +221,10 @@ def _head(bench: Bench) -> None:
             launch = partial(device_sampler.launch, logits, inputs)
             taken = bench.setting.queued_seconds(launch)
             bench.sheet.tell(f"sampling {count} rows, {kind}", f"{taken * 1e6:,.0f} us")
+
+
+def _logits(head: Product, x: Tensor, _: int) -> Tensor:
+    return head(x).float()
 
 
 def _state_segments(bench: Bench) -> None:

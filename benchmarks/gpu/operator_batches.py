@@ -7,6 +7,7 @@ Rows of padding are there where a column takes them: their unit is -1, as are th
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import isnan
 from typing import NamedTuple
 
 import torch
@@ -118,8 +119,9 @@ class Trial:
     ) -> None:
         """Tells an error, and remembers the largest."""
         error = self.sheet.near(f"{self.name}: {case}", found, truth, limit=limit)
-        # The second of two is kept if one is not a number, which is no error of 0.
-        self.largest[kind] = max(error, self.largest[kind])
+        # An error that is not a number stays: nothing is larger.
+        if not (isnan(self.largest[kind]) or error <= self.largest[kind]):
+            self.largest[kind] = error
 
     def states(
         self, case: str, limit: float, *, y: tuple[Tensor, Tensor], pools: tuple[Tensor, Tensor]
@@ -133,8 +135,9 @@ class Trial:
             before = pools[0].as_strided(pools[0][0].shape, pools[0][0].stride(), 0)
             is_right = not before.any()
             figure = "nothing written" if is_right else "written"
-            verdict = "right" if is_right else "wrong"
-            self.sheet.tell(f"{self.name}: {case}, padding", figure, verdict)
+            self.sheet.tell(
+                f"{self.name}: {case}, padding", figure, "right" if is_right else "wrong"
+            )
         self.near(f"{case}, states", pools[0], pools[1], limit=limit, kind=STATES)
 
     def moved(self, pool: Tensor, final: Tensor, exported: Tensor) -> Tensor:

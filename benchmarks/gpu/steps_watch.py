@@ -45,8 +45,8 @@ class StepsWatch:
             return step(own)
 
         recorder.record = recorded
-        Scheduler.schedule_ahead = scheduled  # type: ignore[method-assign]
-        EngineCore.step = stepped  # type: ignore[method-assign]
+        Scheduler.schedule_ahead = scheduled  # type: ignore[assignment, method-assign]
+        EngineCore.step = stepped  # type: ignore[assignment, method-assign]
 
     def reset(self) -> None:
         """Counts from here on; recordings stay counted."""

@@ -3,8 +3,8 @@
 Downloads wheels for its Python, of the versions of this environment, which pass the tests. There
 they need no installer:
 
-    for wheel in FOLDER/*.whl; do python3 -m zipfile -e "$wheel" /tmp/site; done
-    PYTHONPATH=/tmp/site python3 -m benchmarks.gpu
+    for wheel in FOLDER/*.whl; do python3 -m zipfile -e "$wheel" site; done
+    PYTHONPATH=site python3 -m benchmarks.gpu
 
 Without nixl, its cases of `transports` and `pairs` fail and the others go on.
 """

@@ -54,10 +54,10 @@ class AbsentDevice:
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)
 
-    def get_device_capability(self, device: int = 0) -> tuple[int, int]:
+    def get_device_capability(self, device: object = None) -> tuple[int, int]:
         return 9, 0
 
-    def get_device_name(self, device: int = 0) -> str:
+    def get_device_name(self, device: object = None) -> str:
         return "NVIDIA H200"
 
 
@@ -170,9 +170,10 @@ def delta_rule(
 ) -> None:
     """Heads of 128, as in Qwen3.5-4B and Kimi Linear."""
     decays = (heads, 128) if by_channel else (heads,)
-    parts = rows(dtype, (keys, 128), (keys, 128), (heads, 128), decays, (heads,))
+    q, k, v, a, b = rows(dtype, (keys, 128), (keys, 128), (heads, 128), decays, (heads,))
+    pool = torch.zeros(8, heads, 128, 128)
     parameters = DeltaRuleParameters(rate=-torch.ones(heads), dt_bias=torch.ones(decays))
-    ops.gated_delta_rule(*parts, torch.zeros(8, heads, 128, 128), INDEX, parameters=parameters)
+    ops.gated_delta_rule(q, k, v, a, b, pool, INDEX, parameters=parameters)
 
 
 def duality(
