@@ -7,6 +7,7 @@ and recordings have rows of padding. Only that a recording is one call is left t
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 import transformers
 from torch import Tensor
 
+from benchmarks.support import interpreter
 from benchmarks.support.small_models import configs, widen
 from engine.compute_config import ComputeConfig
 from engine.families.registry import read_config
@@ -23,7 +25,6 @@ from engine.ops.backend import cuda_ops
 from engine.step import SchedulerOutput
 from engine.types import FinishReason, SamplingParams
 from engine.worker.model_runner import StepResults
-from tests.ops import interpreter
 from tests.support.host_access import no_host_access
 from tests.support.nodes.bare_engine import BareEngine
 from tests.support.nodes.cluster import Generation, checkpoints
@@ -96,7 +97,7 @@ def check(
     watch: Watch = no_host_access,
 ) -> None:
     """Several prompts at once, one with a stop, one with drawn tokens, and a next turn."""
-    interpreter.patch(monkeypatch)
+    interpreter.patch(partial(monkeypatch.setattr, raising=False))
     free, _ = generate(folder, ComputeConfig(kernels="torch"), stop=())
     # The third token of the first request ends it, while the others go on.
     stop = tuple(free[0].token_ids[2:3])
