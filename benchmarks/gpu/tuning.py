@@ -5,7 +5,6 @@ of fla-core 0.6.0 says, and tunes only what it does not find there. Choices that
 this card and this Triton.
 """
 
-import gc
 import sys
 from importlib import import_module
 from importlib.metadata import version
@@ -68,7 +67,7 @@ def save(folder: Path) -> int:
         return 0
     cache = sys.modules["fla.ops.utils.cache"]
     count = 0
-    for tuner in [one for one in gc.get_objects() if type(one) is cache.CachedAutotuner]:
+    for tuner in _tuners(cache.CachedAutotuner):
         if not tuner.cache:
             continue
         folder.mkdir(parents=True, exist_ok=True)
@@ -95,3 +94,17 @@ def save(folder: Path) -> int:
         }
         file.write_bytes(msgspec.json.format(msgspec.json.encode(content)))
     return count
+
+
+def _tuners(kind: type) -> list[Any]:
+    """Those around the kernels of fla's modules; a kernel may have several wrappers."""
+    found = {}
+    # The collector would not know them: a node freezes what is there when it starts.
+    modules = [module for name, module in sys.modules.items() if name.startswith("fla.")]
+    for value in [value for module in modules for value in vars(module).values()]:
+        kernel = value
+        while kernel is not None and type(kernel) is not kind:
+            kernel = getattr(kernel, "fn", None)
+        if kernel is not None:
+            found[id(kernel)] = kernel
+    return list(found.values())

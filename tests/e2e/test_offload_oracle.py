@@ -1,6 +1,7 @@
 """A tier never changes a token: the same requests with small tiers and without any."""
 
 import asyncio
+from itertools import product
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -25,7 +26,7 @@ from tests.support.cache.offload import (
 from tests.support.nodes.cluster import Cluster, generate
 from tests.tiers import l_shape
 
-FAMILIES = ("qwen3_5", "nemotron_h", "gemma3", "qwen3", "falcon_h1", "lfm2", "kimi_linear")
+FAMILIES = ("qwen3_5", "nemotron_h", "gemma3", "qwen3", "falcon_h1", "lfm2")
 LARGE_BLOCKS = ("gemma3", "qwen3", "falcon_h1")  # of 64 tokens each: a unit has up to a MiB
 TIERS = {
     "host": {"host_bytes": 6 * MIB},
@@ -41,7 +42,14 @@ def tiers(name: str, folder: Path, **extra: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("family", "name", "block_size"),
-    l_shape(FAMILIES, TIERS, (16, 64), corner=("qwen3_5", "both", 16)),
+    [
+        *l_shape(FAMILIES, TIERS, (16, 64), corner=("qwen3_5", "both", 16)),
+        # Its steps take longer than all others' together.
+        *(
+            pytest.param("kimi_linear", *one, marks=pytest.mark.long)
+            for one in product(TIERS, (16, 64))
+        ),
+    ],
 )
 async def test_one_by_one(
     cluster: Cluster,

@@ -1,5 +1,6 @@
 """The GPU benchmark's hold on fla's tuning: what it keeps, fla finds; else it takes the first."""
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ def tuner_of(kernel: Any) -> Any:
 
 
 def test_kept_configurations_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gc.freeze()  # as a node does when it starts
     tuner = tuner_of(l2norm.l2norm_fwd_kernel)
     monkeypatch.setattr(tuner, "cache", {KEY: Config({"BT": 32}, num_warps=2, num_stages=3)})
     assert tuning.save(tmp_path) >= 1  # other tests of this process have tuned, too

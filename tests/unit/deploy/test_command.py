@@ -48,7 +48,7 @@ def test_a_program_keeps_its_options_and_gets_the_command_s_name(tmp_path: Path)
     cut = tandem("arena", model, "--block-size", "32", folder=tmp_path)
     assert "32-token blocks" in cut.stdout, cut
     assert (
-        "Usage: tandem arena [OPTIONS] {model}" in tandem("arena", "--help", folder=tmp_path).stdout
+        "Usage: tandem arena [OPTIONS] [model]" in tandem("arena", "--help", folder=tmp_path).stdout
     )
     refused = tandem("proxy", "--decode", "ftp://x", folder=tmp_path)
     assert refused.returncode == 2
