@@ -74,10 +74,12 @@ class EngineCore:
 
     def close(self) -> None:
         """Ends transfers and claims; afterwards the arena may be freed."""
-        if self._ahead is not None:
-            self._ahead[1].read()  # the device is done with the arena
-        self._connector.worker.close()
-        self._connector.scheduler.close()
+        try:
+            if self._ahead is not None:
+                self._ahead[1].read()  # then the device is done with the arena
+        finally:
+            self._connector.worker.close()
+            self._connector.scheduler.close()
 
     def _schedule(self) -> SchedulerOutput:
         # The others of a step go on without those whose masks take longer than half of a step.

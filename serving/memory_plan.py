@@ -24,6 +24,7 @@ from engine.model_configs.recurrent import (
     ShortConvConfig,
 )
 from engine.safetensors_headers import FLOAT_DTYPES, StoredTensor, scaled_by
+from engine.step import MAX_STOPS
 from serving.config import NodeConfig
 
 WIDE: Final = 4
@@ -32,6 +33,8 @@ INDEX: Final = 8
 """Bytes of a number of a table, a position, a unit."""
 SCAN_CHUNK: Final = 64
 """Tokens after which the chunked scan of a prefill keeps a layer's state."""
+MAX_SPLITS, MIN_SPLIT = 64, 256
+"""Parts of a sequence that decode attention sums apart, and their tokens at least."""
 RESERVE_BYTES: Final = 1 << 30
 """For the context of CUDA, the libraries' workspaces, the staging of a load, and fragments."""
 
@@ -84,18 +87,18 @@ def plan_memory(
 
     - chunk: tokens x 4n, the K and V of a whole sequence in one layer, and a state per 64 tokens;
     - logits: sequences x vocabulary x 12: they, and sorted copies when tokens are drawn;
-    - graphs: sequences x (4n + 4 x vocabulary), for all sizes in one pool, and their inputs: of
-      each sequence ids, positions, lengths, units and block tables of 8 bytes a number.
+    - graphs: sequences x 4n, for all sizes in one pool, the partial sums of decode attention, and
+      their inputs: of each sequence ids, positions, stops, units and block tables of 8 bytes.
     """
     n = _numbers_of_a_token(model)
     rows, tokens = batch.max_num_seqs, max(batch.max_num_batched_tokens, batch.max_num_seqs)
     sequence, state = _largest_of_a_layer(arena, batch.max_model_len)
     tables = (arena.blocks_for(group, batch.max_model_len) for group in arena.attention_groups)
-    inputs = INDEX * (4 + len(arena.state_groups) + sum(tables))
+    inputs = INDEX * (3 + MAX_STOPS + len(arena.state_groups) + sum(tables))
     return MemoryPlan(
         weights=weight_bytes(model, stored),
         arena=arena.arena_bytes,
-        graphs=rows * (WIDE * (n + model.vocab_size) + inputs),
+        graphs=rows * (WIDE * (n + _partial_sums(model, batch.max_model_len)) + inputs),
         chunk=tokens * WIDE * n + sequence + -(-tokens // SCAN_CHUNK) * state,
         logits=rows * 3 * WIDE * model.vocab_size,
     )
@@ -143,6 +146,15 @@ def memory_report(plan: MemoryPlan, device: str, available: int | None = None) -
 def _numbers_of_a_token(model: ModelConfig) -> int:
     parts = (part for layer in model.layers for block in layer for _, part in block.parts)
     return 4 * model.hidden_size + max(_width(part, model.hidden_size) for part in parts)
+
+
+def _partial_sums(model: ModelConfig, max_model_len: int) -> int:
+    """Numbers that decode attention keeps of one sequence in one layer: a value for each split."""
+    splits = min(MAX_SPLITS, -(-max_model_len // MIN_SPLIT))
+    parts = [part for layer in model.layers for block in layer for _, part in block.parts]
+    heads = [it.num_heads * it.head_dim for it in parts if isinstance(it, AttentionConfig)]
+    heads += [it.num_heads * it.width for it in parts if isinstance(it, LatentAttentionConfig)]
+    return splits * max(heads, default=0)
 
 
 def _width(part: PartConfig, hidden: int) -> int:

@@ -16,6 +16,7 @@ from engine.forward import AttentionCache, AttentionIndex, SequenceLens
 from engine.ops.backend import cuda_ops
 from engine.ops.paged_attention import cuda, naive
 from engine.ops.paged_attention.cuda import MAX_SPLITS, MIN_SPLIT, channel_tiles
+from serving import memory_plan
 from tests.tiers import everyday, l_shape
 
 ATTEND = cuda_ops().paged_attention
@@ -252,6 +253,10 @@ def test_what_is_broken_shows() -> None:
     assert got[0, :2].isnan().all()
     assert not got[0, 2:].isnan().any()
     assert not got[1:].isnan().any()
+
+
+def test_a_plan_of_memory_counts_with_the_same_splits() -> None:
+    assert (memory_plan.MIN_SPLIT, memory_plan.MAX_SPLITS) == (MIN_SPLIT, MAX_SPLITS)
 
 
 @pytest.mark.parametrize(

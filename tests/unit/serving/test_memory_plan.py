@@ -69,7 +69,8 @@ def test_estimates_are_those_of_the_formula(tmp_path: Path) -> None:
     assert found == MemoryPlan(
         weights=2 * VOCAB * HIDDEN,
         arena=arena.arena_bytes,
-        graphs=8 * (4 * n + 4 * VOCAB + 8 * (4 + 63)),
+        # 1,000 tokens are 4 splits; 16 stops, and tables of 63 blocks.
+        graphs=8 * (4 * (n + 4 * HEADS * HEAD_DIM) + 8 * (3 + 16 + 63)),
         chunk=256 * 4 * n + sequence,
         logits=8 * 12 * VOCAB,
     )
