@@ -97,7 +97,7 @@ def save(folder: Path) -> int:
 
 
 def _tuners(kind: type) -> list[Any]:
-    """Those around the kernels of fla's modules; a kernel may have several wrappers."""
+    """The tuners around the kernels of fla's modules; a kernel may have several wrappers."""
     found = {}
     # The collector would not know them: a node freezes what is there when it starts.
     modules = [module for name, module in sys.modules.items() if name.startswith("fla.")]
