@@ -6,6 +6,7 @@ of any make.
 """
 
 import shutil
+import sys
 from collections.abc import Mapping
 from math import prod
 from pathlib import Path
@@ -20,6 +21,9 @@ from safetensors import safe_open
 from benchmarks.support.family_models import CONTEXT, FAMILIES, SHARED, Make
 from benchmarks.support.large_models import LARGE
 from benchmarks.support.model_folders import DEMO_MODEL
+
+# Where transformers finds fla it computes with its kernels, on a CPU too, where they do not run.
+sys.modules["fla"] = None  # type: ignore[assignment]
 
 
 def _wide() -> Any:
