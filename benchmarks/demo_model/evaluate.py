@@ -4,6 +4,7 @@
 so the numbers say what a correct (or a broken) hand-off looks like; knows nothing of the cluster.
 """
 
+import benchmarks.support.without_fla  # noqa: F401  # isort: skip
 import argparse
 from collections import Counter
 from dataclasses import dataclass

@@ -5,6 +5,7 @@ of the cluster. On a busy machine start it with OMP_WAIT_POLICY=PASSIVE, else th
 other.
 """
 
+import benchmarks.support.without_fla  # noqa: F401  # isort: skip
 import argparse
 import itertools
 import time

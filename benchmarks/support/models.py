@@ -5,8 +5,8 @@ Random weights cost the same arithmetic as trained ones. Knows no engine.
 of any make.
 """
 
+import benchmarks.support.without_fla  # noqa: F401  # isort: skip
 import shutil
-import sys
 from collections.abc import Mapping
 from math import prod
 from pathlib import Path
@@ -21,9 +21,6 @@ from safetensors import safe_open
 from benchmarks.support.family_models import CONTEXT, FAMILIES, SHARED, Make
 from benchmarks.support.large_models import LARGE
 from benchmarks.support.model_folders import DEMO_MODEL
-
-# Where transformers finds fla it computes with its kernels, on a CPU too, where they do not run.
-sys.modules["fla"] = None  # type: ignore[assignment]
 
 
 def _wide() -> Any:
