@@ -7,7 +7,7 @@ from msgspec import structs
 from engine.forward import StateIndex
 from engine.kv_cache.arena_plan import plan_arena
 from engine.kv_cache.spec import MambaSpec, StatePart, form_groups
-from engine.step import SamplingInput, ScheduledRequest
+from engine.step import MAX_STOPS, UNKNOWN_TOKEN, SamplingInput, ScheduledRequest
 from engine.types import SamplingParams
 from engine.worker.decode_graphs import DecodeInputs
 from engine.worker.input_batch import InputBatcher
@@ -60,3 +60,23 @@ def test_inputs_of_a_recording_are_those_of_a_new_batch(sampling: tuple[bool, ..
         assert isinstance(filled, StateIndex) and isinstance(built, StateIndex)
         assert torch.equal(filled.units, built.units)
     assert torch.zeros(2, 4)[rows].shape == (sum(sampling), 4)
+
+
+def test_rows_that_ended_and_rows_of_padding_name_no_unit() -> None:
+    """A step ahead: one goes on with the token chosen, one ended by a stop, one has failed."""
+    batcher, chosen = InputBatcher(PLAN, torch.device("cpu")), torch.tensor([17, 9, 30, -1])
+    inputs = DecodeInputs(batcher, rows=6, longest=16, chosen=chosen)
+    plain, *ahead = (
+        structs.replace(decode(unit, unit), request_id=name, num_computed_tokens=7)
+        for name, unit in (("plain", 1), ("goes on", 2), ("stopped", 3), ("failed", 4))
+    )
+    stops = tuple(range(5, 5 + MAX_STOPS))  # none is left to stand for a row that failed
+    ahead = [structs.replace(item, token_ids=(UNKNOWN_TOKEN,), stops=stops) for item in ahead]
+    rows = inputs.fill([plain, *ahead], {"stopped": 1, "goes on": 2, "failed": 3})
+    batch = inputs.batch()
+    assert rows.tolist() == [0, 1, 2, 3]
+    assert batch.token_ids.tolist() == [5, 30, 9, 0, 0, 0]
+    assert batch.positions.tolist() == [7, 7, 0, 0, 0, 0]
+    for group in batch.group_index:
+        assert isinstance(group, StateIndex)
+        assert group.units.tolist() == [1, 2, -1, -1, -1, -1]
