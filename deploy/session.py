@@ -72,6 +72,8 @@ class Session:
             # Despite its name: with 0, Ray binds its ports to the loopback address, on Linux too.
             "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
             "RAY_USAGE_STATS_ENABLED": "0",
+            # Members are servers: at Ray's 15 any other work on the machine starves them.
+            "RAY_worker_niceness": "0",
             "TMPDIR": str(self.folder),
         }
 

@@ -114,6 +114,12 @@ def test_what_cannot_be_is_told_plainly(report: Report) -> None:
 
 
 @pytest.mark.long
+def test_other_work_on_a_machine_does_not_go_before_members(report: Report) -> None:
+    """Ray's own workers give way to any other process."""
+    assert report.niceness == {os.nice(0)}
+
+
+@pytest.mark.long
 def test_stopping_leaves_no_actor_and_no_process(report: Report) -> None:
     assert report.left == []
 

@@ -50,6 +50,7 @@ class Report(msgspec.Struct, frozen=True):
     by_one_node: list[int]
     pulled_bytes: int
     own_environment: bool
+    niceness: set[int]
     after_engine_death: list[int]
     same_engine: bool
     log_of_engine: str
@@ -160,6 +161,7 @@ def _use(cluster: "Cluster", told: dict[str, "Told"]) -> dict[str, Any]:
         "by_one_node": complete(told["prefill-0"].url)[0],
         "pulled_bytes": pulled,
         "own_environment": b"ONLY_FOR_MEMBERS=1" in Path(f"/proc/{proxy.pid}/environ").read_bytes(),
+        "niceness": {psutil.Process(it.pid).nice() for it in told.values()},
         **_engine_death(cluster, told["decode-0"], proxy),
     }
 
