@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Final, TypeVar
@@ -41,6 +42,8 @@ CALL_S: Final = 20.0
 LEAVE_S: Final = 3.0
 """A process that was interrupted may have a call under way."""
 EMBED_S: Final = 120.0
+CONTROLLER_S: Final = 300.0
+"""Until a new controller is there: Ray may have to install a `runtime_env`, on a busy head."""
 WAIT_S: Final = 900.0
 STOP_S: Final = 300.0
 AGAIN_S: Final = 20.0
@@ -196,7 +199,8 @@ class Cluster:
         """
         token = status.config.cluster_token if status.config else secrets.token_urlsafe(32)
         config = msgspec.structs.replace(config, cluster_token=config.cluster_token or token)
-        self._thread.call("start the controller", CALL_S, lambda: self._create(config.runtime_env))
+        create = partial(self._create, config.runtime_env)
+        self._thread.call("start the controller", CONTROLLER_S + 5.0, create)
         return self._ask(Controller.apply, config, status.generation)
 
     def scale(self, role: Role, replicas: int) -> int:
@@ -285,11 +289,11 @@ class Cluster:
             raise NoClusterError(f"no cluster {self.name} is up on this Ray") from error
 
     def _create(self, runtime_env: dict[str, Any]) -> None:
-        """The controller; of several commands at once one makes it, and all find it.
+        """The controller, once it is there; of several commands at once one makes it, all find it.
 
         On the head: Ray takes a minute to miss any other machine that falls silent.
         """
-        ray.remote(ControllerActor).options(
+        actor = ray.remote(ControllerActor).options(
             name=f"{self.name}/{CONTROLLER}",
             namespace=NAMESPACE,
             get_if_exists=True,
@@ -298,7 +302,8 @@ class Cluster:
             num_cpus=0,
             resources={HEAD: 0.001},
             runtime_env=runtime_env,
-        ).remote(self.name)
+        )
+        ray.get(actor.remote(self.name).__ray_ready__.remote(), timeout=CONTROLLER_S)
 
     def _remove(self) -> None:
         names = [it for it in actor_names() if it.startswith(f"{self.name}/")]
