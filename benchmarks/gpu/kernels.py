@@ -6,6 +6,7 @@ in a model; segments are launched one after the other. States lie in units of al
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
@@ -21,8 +22,9 @@ from benchmarks.gpu.kernel_inputs import (
     duality_inputs,
     states_index,
 )
-from benchmarks.gpu.sheet import Ceilings, Setting, Sheet
+from benchmarks.gpu.sheet import BYTES, Ceilings, Setting, Sheet
 from benchmarks.support import interpreter
+from engine.arena import ArenaMemory
 from engine.model_configs.feed_forward import Activation
 from engine.model_configs.recurrent import Gating
 from engine.ops.backend import Ops, Product, cuda_ops, torch_ops
@@ -52,6 +54,8 @@ DECODE_CHANGES = (
     {"MIN_SPLIT": 512},
     {"MIN_SPLIT": 1024},
 )
+DIGESTED = (512 << 10, 16 << 20)
+"""Bytes of a block of attention in its layers, and of a sequence's states."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -112,6 +116,7 @@ def run(sheet: Sheet, setting: Setting) -> None:
         ("convolution, steps", _convolution_steps),
         ("norms and functions", _small),
         ("output head and sampling", _head),
+        ("digests", _digests),
         ("segments of states", _state_segments),
         ("segments of attention", _attention_segment),
     ):
@@ -221,6 +226,17 @@ def _head(bench: Bench) -> None:
             launch = partial(device_sampler.launch, logits, inputs)
             taken = bench.setting.queued_seconds(launch)
             bench.sheet.tell(f"sampling {count} rows, {kind}", f"{taken * 1e6:,.0f} us")
+
+
+def _digests(bench: Bench) -> None:
+    """Of all that a hand-over of 16,384 tokens moves, launches included."""
+    nbytes = 1 << 20 if bench.setting.quick else BYTES
+    with closing(ArenaMemory(nbytes, device=bench.setting.device)) as arena:
+        for size in DIGESTED:
+            blocks = [((at, size),) for at in range(0, nbytes - size + 1, size)]
+            taken = 2 * bench.setting.seconds(partial(arena.digests, blocks))
+            case = f"digests of {nbytes >> 20} MiB by {size >> 10} KiB, on both sides"
+            bench.sheet.accept(case, taken * 1e3, "ms", accept=0.6, goal=0.35)
 
 
 def _logits(head: Product, x: Tensor, _: int) -> Tensor:

@@ -5,19 +5,23 @@ both processes, before it starts.
 """
 
 import os
+from collections.abc import Iterator
 from contextlib import closing
 from time import perf_counter
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.gpu.sheet import BYTES, SPANS, Setting, Sheet, gb_per_s
+from benchmarks.gpu.sheet import BYTES, SPANS, Ceilings, Setting, Sheet, gb_per_s
 from connector.transports.base import SpanPair, Transport
 from connector.transports.choose import open_transport
 from engine.arena import ArenaMemory
 from engine.errors import TransportError
 from serving.process import configure_logging
 
+# Within one card: least and wished percents of its own rate of copying.
+BOUNDS = MappingProxyType({"cuda_ipc": (80, 95), "nixl": (50, 80)})
 RECORDS = 2 << 20
 WAIT_S = 25.0
 ROUNDS = 5
@@ -46,12 +50,21 @@ def run(sheet: Sheet, setting: Setting) -> None:
         Case("zmq", device, {}),
     ]
     nbytes = 32 << 20 if setting.quick else BYTES
+    ceilings = Ceilings.measure(setting) if setting.on_gpu else None
     for case in cases if setting.on_gpu else cases[-1:]:
         with sheet.attempt(str(case)):
-            _measure(sheet, case, device, nbytes=nbytes)
+            for count, seconds in _measure(sheet, case, device, nbytes=nbytes):
+                if ceilings is None or case.transport not in BOUNDS or case.here != device:
+                    continue
+                # Read and written, as a copy is.
+                share = 100 * 2 * nbytes / seconds / ceilings.copy
+                what = f"{case}, {count} spans, of the card's copies"
+                least, wished = BOUNDS[case.transport]
+                sheet.accept(what, share, "%", accept=least, goal=wished, at_least=True)
 
 
-def _measure(sheet: Sheet, case: Case, device: str, *, nbytes: int) -> None:
+def _measure(sheet: Sheet, case: Case, device: str, *, nbytes: int) -> Iterator[tuple[int, float]]:
+    """Yields the time of each number of spans, in seconds."""
     context: Any = torch.multiprocessing.get_context("spawn")
     pipes = [context.Pipe() for _ in range(2)]
     for name in [name for name in os.environ if name.startswith("UCX_")]:
@@ -77,6 +90,7 @@ def _measure(sheet: Sheet, case: Case, device: str, *, nbytes: int) -> None:
             seconds, is_right = told
             rate = gb_per_s(nbytes, seconds)
             sheet.tell(f"{case}, {count} spans", rate, "right" if is_right else "wrong")
+            yield count, seconds
     finally:
         for pipe in (owner, reader):
             pipe.close()

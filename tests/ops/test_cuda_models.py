@@ -4,6 +4,7 @@ As on a device: the host asks for no number while a step is launched, decodes ru
 and recordings have rows of padding. Only that a recording is one call is left to a device.
 """
 
+import asyncio
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -25,9 +26,17 @@ from engine.ops.backend import cuda_ops
 from engine.step import SchedulerOutput
 from engine.types import FinishReason, SamplingParams
 from engine.worker.model_runner import StepResults
+from tests.support.api.api_double import write_model_folder
 from tests.support.host_access import no_host_access
 from tests.support.nodes.bare_engine import BareEngine
-from tests.support.nodes.cluster import Generation, checkpoints
+from tests.support.nodes.cluster import (
+    Cluster,
+    Generation,
+    checkpoints,
+    close_all,
+    transfer_config,
+)
+from tests.support.nodes.hand_over_checks import check_tokens_and_logprobs
 from tests.support.nodes.pairs import prompt_of, request_of
 
 CPU = torch.device("cpu")
@@ -87,6 +96,22 @@ def test_tokens_of_recordings_without_padding(short: Path, monkeypatch: pytest.M
     """As on a CPU: a recording for each number of rows, and no step ahead."""
     # The sampler of a CPU reads the numbers that it has at hand.
     check(short, monkeypatch, takes_padding=False, watch=nullcontext)
+
+
+@pytest.mark.long
+def test_a_hand_over_equals_one_node(short: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit-equal: where P stops D goes on, with the same kernels and a step ahead."""
+    interpreter.patch(partial(monkeypatch.setattr, raising=False))
+    column = replace(cuda_ops(), recorder=Again())
+    monkeypatch.setattr(loader, "ops_for", lambda *_, **__: column)
+
+    async def run() -> None:
+        cluster = Cluster([])
+        p, d = await cluster.pair(write_model_folder(short), transfer_config("zmq"), max_num_seqs=2)
+        await check_tokens_and_logprobs(p, d, [70])
+        await close_all(cluster.nodes)
+
+    asyncio.run(run())
 
 
 def check(
