@@ -129,11 +129,18 @@ async def test_each_option_reaches_the_server_and_each_file_is_written(
 @pytest.mark.parametrize(
     ("of_target", "of_reference", "status", "says"),
     [
-        (1000, 3, 0, ("the reference failed", "planted")),
-        (4, 1000, 0, ("INCOMPLETE", "of 8 requests failed: ", "planted")),
-        (1, 1000, 1, ("8 of 8 requests failed", "no request was answered")),
+        pytest.param(
+            *(1000, 3, 0, ("the reference failed", "planted")),
+            id="reference",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(*(4, 1000, 0, ("INCOMPLETE", "of 8 requests failed: ", "planted")), id="some"),
+        pytest.param(
+            *(1, 1000, 1, ("8 of 8 requests failed", "no request was answered")),
+            id="all",
+            marks=pytest.mark.long,
+        ),
     ],
-    ids=["reference", "some", "all"],
 )
 async def test_errors_are_counted_and_the_figures_come_all_the_same(
     told: ServedModel,

@@ -24,7 +24,7 @@ from tests.support.cache.offload import (
 )
 from tests.support.faults.faulty_files import FaultyFiles
 from tests.support.nodes.cluster import Cluster, Generation, generate
-from tests.tiers import everyday, l_shape
+from tests.tiers import everyday, l_and_diagonal
 
 KIB = 1 << 10
 CAUSES: dict[str, set[str]] = {
@@ -102,7 +102,9 @@ async def nothing_left(node: NodeServer) -> None:
 
 @pytest.mark.parametrize(
     ("family", "fault", "name"),
-    l_shape(FAMILIES, (*CAUSES, *WRITE_CAUSES), TIERS, corner=("qwen3_5", "flipped", "disk")),
+    l_and_diagonal(
+        FAMILIES, (*CAUSES, *WRITE_CAUSES), TIERS, corner=("qwen3_5", "flipped", "disk")
+    ),
 )
 async def test_a_bad_disk_never_changes_a_token(
     cluster: Cluster,
@@ -134,8 +136,17 @@ async def test_a_bad_disk_never_changes_a_token(
     assert set(stats.failed_writes) == WRITE_CAUSES.get(fault, set())
 
 
-@pytest.mark.parametrize("family", everyday(("nemotron_h", "gemma3", "qwen3_5"), ("nemotron_h",)))
-@pytest.mark.parametrize("fault", everyday((*CAUSES, "ENOSPC"), ("deleted", "flipped")))
+@pytest.mark.parametrize(
+    ("family", "fault"),
+    [
+        ("nemotron_h", "deleted"),
+        ("nemotron_h", "flipped"),
+        *(
+            pytest.param(family, fault, marks=pytest.mark.long)
+            for family, fault in zip(("gemma3", "qwen3_5") * 3, (*CAUSES, "ENOSPC"), strict=True)
+        ),
+    ],
+)
 async def test_all_at_once_on_a_bad_disk(
     cluster: Cluster, checkpoints: dict[str, Path], tmp_path: Path, family: str, fault: str
 ) -> None:

@@ -112,7 +112,12 @@ async def hit(node: NodeServer, prompt: tuple[int, ...]) -> NodeHit:
 
 @pytest.mark.parametrize(
     ("family", "block_size"),
-    [("nemotron_h", 64), ("gemma3", 16), ("lfm2", 16), ("kimi_linear", 64)],
+    [
+        ("nemotron_h", 64),
+        ("gemma3", 16),
+        ("lfm2", 16),
+        pytest.param("kimi_linear", 64, marks=pytest.mark.long),
+    ],
 )
 async def test_what_the_tiers_hold_is_announced(
     cluster: Cluster, checkpoints: dict[str, Path], tmp_path: Path, *, family: str, block_size: int
