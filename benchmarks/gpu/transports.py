@@ -5,7 +5,6 @@ both processes, before it starts.
 """
 
 import os
-from collections.abc import Iterator
 from contextlib import closing
 from time import perf_counter
 from types import MappingProxyType
@@ -53,18 +52,25 @@ def run(sheet: Sheet, setting: Setting) -> None:
     ceilings = Ceilings.measure(setting) if setting.on_gpu else None
     for case in cases if setting.on_gpu else cases[-1:]:
         with sheet.attempt(str(case)):
-            for count, seconds in _measure(sheet, case, device, nbytes=nbytes):
-                if ceilings is None or case.transport not in BOUNDS or case.here != device:
-                    continue
-                # Read and written, as a copy is.
-                share = 100 * 2 * nbytes / seconds / ceilings.copy
-                what = f"{case}, {count} spans, of the card's copies"
-                least, wished = BOUNDS[case.transport]
-                sheet.accept(what, share, "%", accept=least, goal=wished, at_least=True)
+            taken = _measure(sheet, case, device, nbytes=nbytes)
+            if ceilings is not None and case.here == device and case.transport in BOUNDS:
+                _judge(sheet, case, taken, nbytes=nbytes, ceilings=ceilings)
 
 
-def _measure(sheet: Sheet, case: Case, device: str, *, nbytes: int) -> Iterator[tuple[int, float]]:
-    """Yields the time of each number of spans, in seconds."""
+def _judge(
+    sheet: Sheet, case: Case, taken: list[tuple[int, float]], *, nbytes: int, ceilings: Ceilings
+) -> None:
+    least, wished = BOUNDS[case.transport]
+    for count, seconds in taken:
+        # Read and written, as a copy is.
+        share = 100 * 2 * nbytes / seconds / ceilings.copy
+        what = f"{case}, {count} spans, of the card's copies"
+        sheet.accept(what, share, "%", accept=least, goal=wished, at_least=True)
+
+
+def _measure(sheet: Sheet, case: Case, device: str, *, nbytes: int) -> list[tuple[int, float]]:
+    """The time of each number of spans, in seconds."""
+    taken: list[tuple[int, float]] = []
     context: Any = torch.multiprocessing.get_context("spawn")
     pipes = [context.Pipe() for _ in range(2)]
     for name in [name for name in os.environ if name.startswith("UCX_")]:
@@ -90,13 +96,14 @@ def _measure(sheet: Sheet, case: Case, device: str, *, nbytes: int) -> Iterator[
             seconds, is_right = told
             rate = gb_per_s(nbytes, seconds)
             sheet.tell(f"{case}, {count} spans", rate, "right" if is_right else "wrong")
-            yield count, seconds
+            taken.append((count, seconds))
     finally:
         for pipe in (owner, reader):
             pipe.close()
         for process in processes:
             process.join(5.0)
             process.kill()
+    return taken
 
 
 def _answer(pipe: Any) -> Any:
