@@ -204,6 +204,8 @@ def _template(config: ClusterConfig, site: Site, role: str, *, container: Json) 
             "containers": [
                 {
                     **container,
+                    # As `deploy.session` does: members do not give way to Ray's own processes.
+                    "env": [{"name": "RAY_worker_niceness", "value": "0"}],
                     # Ray writes beside /tmp, too.
                     "securityContext": container_rights(read_only=False),
                     "volumeMounts": mounts,

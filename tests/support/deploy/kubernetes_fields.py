@@ -134,7 +134,7 @@ TYPES: Final[dict[str, dict[str, str]]] = {
         "securityContext": "SecurityContext",
         "volumeMounts": "[VolumeMount]",
     },
-    "EnvVar": {"name": "string", "valueFrom": "EnvVarSource"},
+    "EnvVar": {"name": "string", "value": "string", "valueFrom": "EnvVarSource"},
     "EnvVarSource": {"fieldRef": "ObjectFieldSelector", "secretKeyRef": "SecretKeySelector"},
     "ObjectFieldSelector": {"fieldPath": "string"},
     "SecretKeySelector": {"name": "string", "key": "string", "optional": "boolean"},

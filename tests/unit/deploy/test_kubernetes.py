@@ -323,6 +323,8 @@ def test_ray_is_guarded_and_has_a_group_of_pods_for_each_role() -> None:
         assert group["labels"] == {"tandem-role": role}
         # KubeRay refuses resources that are told twice.
         assert group["rayStartParams"] == {}
+        (container,) = group["template"]["spec"]["containers"]
+        assert container["env"] == [{"name": "RAY_worker_niceness", "value": "0"}]
         assert group["template"]["spec"]["automountServiceAccountToken"] is False
     assert groups["decode"]["resources"] == {"CPU": "4", "GPU": "1"}
     bounds = {role: (it["minReplicas"], it["maxReplicas"]) for role, it in groups.items()}
