@@ -88,6 +88,8 @@ def apply(
             raise typer.Exit(NOT_WHOLE if any(it.machine is None for it in planned) else 0)
         if wait and before.config is None:
             check_room(planned)
+        if before.config is None:
+            _say("starting the controller")
         running.apply(config, before)
         if wait:
             _wait(running, is_new=before.config is None)

@@ -316,10 +316,10 @@ async def answer(call: Any, seconds: float = CALL_S) -> Any:
     except ray.exceptions.RayTaskError as error:
         raise MemberLostError(f"it failed: {error.cause}") from error
     except ray.exceptions.RayError as error:
-        raise MemberLostError(_why_dead(error)) from error
+        raise MemberLostError(why(error)) from error
 
 
-def _why_dead(error: Exception) -> str:
+def why(error: ray.exceptions.RayError) -> str:
     """Ray's reason in one line."""
     text = str(error).strip()
     if CANNOT_IMPORT in text:
@@ -328,8 +328,9 @@ def _why_dead(error: Exception) -> str:
             "or give runtime_env in the cluster file, with py_modules and pip for instance"
         )
     told = [line.strip() for line in text.splitlines() if line.strip()]
-    # Of an error in the actor's own code the last line is the error.
-    return told[-1 if "creation task" in text else 0] if told else type(error).__name__
+    # Of an error in the actor's own code, and in the making of what it needs, the last line is it.
+    is_last = "creation task" in text or isinstance(error, ray.exceptions.RuntimeEnvSetupError)
+    return told[-1 if is_last else 0] if told else type(error).__name__
 
 
 def alive_machines(cluster: str) -> list[Machine]:

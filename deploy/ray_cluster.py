@@ -27,7 +27,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from deploy.config import ClusterConfig, NoClusterError, Role
 from deploy.controller import ClusterStatus, Controller, ControllerActor
-from deploy.member import NAMESPACE, actor_names, alive_machines, groups_of
+from deploy.member import NAMESPACE, actor_names, alive_machines, groups_of, why
 from deploy.placement import Planned, plan
 from deploy.process import SIGNALS, adopt_orphans, signals_held
 from deploy.reconcile import Stage
@@ -81,7 +81,9 @@ class RayThread:
             if isinstance(error.cause, TandemError):
                 raise error.cause from None
             raise UnavailableError(f"{what}: {error}") from error
-        except (OSError, RuntimeError, ray.exceptions.RayError) as error:
+        except ray.exceptions.RayError as error:
+            raise UnavailableError(f"{what}: {why(error)}") from error
+        except (OSError, RuntimeError) as error:
             raise UnavailableError(f"{what}: {error}") from error
 
     def _run(self) -> None:
@@ -200,7 +202,7 @@ class Cluster:
         token = status.config.cluster_token if status.config else secrets.token_urlsafe(32)
         config = msgspec.structs.replace(config, cluster_token=config.cluster_token or token)
         create = partial(self._create, config.runtime_env)
-        self._thread.call("start the controller", CONTROLLER_S + 5.0, create)
+        self._wait_for_controller(self._thread.call("start the controller", CALL_S, create))
         return self._ask(Controller.apply, config, status.generation)
 
     def scale(self, role: Role, replicas: int) -> int:
@@ -242,6 +244,8 @@ class Cluster:
         try:
             self._ask(Controller.stop)
             self._wait_until_stopped(progress)
+        except NoClusterError:
+            pass  # it never came up
         # A controller that cannot do it leaves all of it to this process.
         except (UnavailableError, DeadlineExceededError) as error:
             progress(f"the controller does not stop the cluster: {error}")
@@ -288,10 +292,11 @@ class Cluster:
         except ValueError as error:  # Ray's answer for no actor of that name
             raise NoClusterError(f"no cluster {self.name} is up on this Ray") from error
 
-    def _create(self, runtime_env: dict[str, Any]) -> None:
-        """The controller, once it is there; of several commands at once one makes it, all find it.
+    def _create(self, runtime_env: dict[str, Any]) -> "ray.ObjectRef[None]":
+        """Makes the controller; of several commands at once one does, and all find it.
 
-        On the head: Ray takes a minute to miss any other machine that falls silent.
+        The reference is ready once the controller is there. It is on the head: Ray takes a minute
+        to miss any other machine that falls silent.
         """
         actor = ray.remote(ControllerActor).options(
             name=f"{self.name}/{CONTROLLER}",
@@ -303,7 +308,21 @@ class Cluster:
             resources={HEAD: 0.001},
             runtime_env=runtime_env,
         )
-        ray.get(actor.remote(self.name).__ray_ready__.remote(), timeout=CONTROLLER_S)
+        ready: ray.ObjectRef[None] = actor.remote(self.name).__ray_ready__.remote()
+        return ready
+
+    def _wait_for_controller(self, ready: "ray.ObjectRef[None]") -> None:
+        """In short calls: whoever is interrupted meanwhile has to reach Ray, to clean up."""
+        what, deadline = "start the controller", time.monotonic() + CONTROLLER_S
+        look = partial(ray.wait, [ready], timeout=LOOK_S)
+        while not self._thread.call(what, CALL_S, look)[0]:
+            if time.monotonic() > deadline:
+                raise DeadlineExceededError(
+                    f"{what}: it is not there after {CONTROLLER_S:g} s; Ray's logs on the head, "
+                    "of the raylet and of runtime_env, say why"
+                )
+        # It may have ended instead.
+        self._thread.call(what, CALL_S, partial(ray.get, ready))
 
     def _remove(self) -> None:
         names = [it for it in actor_names() if it.startswith(f"{self.name}/")]

@@ -102,6 +102,7 @@ def embedded_cluster(
             cluster = Clusters(thread).named(config.name)
             try:
                 check_room(cluster.plan(config))
+                progress("starting the controller")
                 cluster.apply(config, cluster.status())
                 cluster.wait_until_whole(progress)
                 yield session, cluster

@@ -2,12 +2,14 @@
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +25,8 @@ from tests.support.nodes.ray_driver import Report, complete
 
 ROOT = Path(__file__).parents[2]
 START_S = 90.0
+LATE_S = 30
+"""Longer than a question to a controller waits."""
 REPORT_S = 540.0  # a report takes a minute, and many on a machine that is busy elsewhere
 pytestmark = pytest.mark.timeout(600)
 CLUSTER = """
@@ -157,23 +161,32 @@ class Up:
         return said
 
 
-@pytest.fixture
-def up(model: Path, tmp_path: Path) -> Iterator[Up]:
-    """A cluster file beside its model, started from elsewhere; stopped in any case."""
-    (tmp_path / "model").symlink_to(model)
-    (tmp_path / "cluster.yaml").write_text(CLUSTER)
-    environment = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)}
-    log = tmp_path / "up.log"
+@contextmanager
+def cluster_of(text: str, folder: Path) -> Iterator[Up]:
+    """A cluster of this file, started from elsewhere; ended well, in any case."""
+    (folder / "cluster.yaml").write_text(text)
+    environment = {**os.environ, "XDG_RUNTIME_DIR": str(folder)}
+    log = folder / "up.log"
     with log.open("wb") as file:
         process = subprocess.Popen(
-            [sys.executable, "-m", "deploy", "up", str(tmp_path / "cluster.yaml")],
+            [sys.executable, "-m", "deploy", "up", str(folder / "cluster.yaml")],
             env=environment,
             stdout=file,
             stderr=subprocess.STDOUT,
         )
-    yield Up(process, log, environment)
-    process.terminate()
-    process.wait(60)
+    try:
+        yield Up(process, log, environment)
+    finally:
+        process.terminate()
+        assert process.wait(60) == 0, log.read_text()
+
+
+@pytest.fixture
+def up(model: Path, tmp_path: Path) -> Iterator[Up]:
+    """A cluster file beside its model."""
+    (tmp_path / "model").symlink_to(model)
+    with cluster_of(CLUSTER, tmp_path) as started:
+        yield started
 
 
 def test_up_status_and_down(up: Up) -> None:
@@ -222,21 +235,40 @@ def test_an_example_starts_and_answers(name: str, model: Path, tmp_path: Path) -
         (r"(memory_bytes|host_bytes|disk_bytes): \d+", r"\1: 33554432"),
     ):
         text = re.sub(found, mine, text, flags=re.M)
-    (tmp_path / "cluster.yaml").write_text(text)
-    log, environment = tmp_path / "log", {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)}
-    with log.open("wb") as file:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "deploy", "up", str(tmp_path / "cluster.yaml")],
-            env=environment,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-        )
-    example = Up(process, log, environment)
-    try:
+    with cluster_of(text, tmp_path) as example:
         assert len(complete(_url_of_proxy(example.wait_until_up()))[0]) == 8
-    finally:
-        process.terminate()
-        assert process.wait(60) == 0, log.read_text()
+
+
+@pytest.mark.long
+def test_a_controller_that_begins_late_is_awaited(model: Path, tmp_path: Path) -> None:
+    """As where Ray has to install what it needs: later than any question is answered."""
+    (tmp_path / "model").symlink_to(model)
+    python = tmp_path / "late_python"
+    python.write_text(
+        f"#!/bin/sh\nmkdir {tmp_path}/once 2>/dev/null && sleep {LATE_S}\n"
+        f'exec {sys.executable} "$@"\n'
+    )
+    python.chmod(0o755)
+    with cluster_of(f"{CLUSTER}runtime_env: {{py_executable: {python}}}\n", tmp_path) as late:
+        assert len(complete(_url_of_proxy(late.wait_until_up()))[0]) == 8
+
+
+@pytest.mark.long
+def test_what_a_controller_cannot_have_is_told_in_one_line(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "model").symlink_to(model)
+    (tmp_path / "cluster.yaml").write_text(f"{CLUSTER}runtime_env: {{pip: [no-such-package]}}\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "deploy", "up", str(tmp_path / "cluster.yaml")],
+        env={**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=START_S,
+        check=False,
+    )
+    assert done.returncode == 2, done
+    assert re.fullmatch(r"error: start the controller: \S.+\n", done.stderr), done.stderr
+    (kept,) = re.findall(r"logs are kept in (\S+)", done.stdout)
+    shutil.rmtree(kept)
 
 
 @pytest.mark.long

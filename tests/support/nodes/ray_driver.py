@@ -276,7 +276,7 @@ def _start_what_workers_lack() -> None:
     """Workers look where the driver could import from when it connected: not in this folder."""
     import ray
 
-    from deploy.member import _why_dead
+    from deploy.member import why
 
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "only_here.py").write_text("class Actor:\n    def start(self): ...\n")
@@ -287,7 +287,7 @@ def _start_what_workers_lack() -> None:
     try:
         ray.get(actor.start.remote(), timeout=BACK_S)
     except ray.exceptions.RayError as error:
-        raise AssertionError(_why_dead(error)) from error
+        raise AssertionError(why(error)) from error
 
 
 def _break_engine(actor: Any) -> None:
