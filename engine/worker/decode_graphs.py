@@ -190,8 +190,8 @@ class DecodeInputs:
             ended = (chosen < 0) | (chosen.unsqueeze(1) == stops).any(dim=1)
             ended &= is_ahead
             token_ids = torch.where(is_ahead, chosen.clamp(min=0), token_ids)
-            # What lies at the place of a token that was never written may well read as NaN.
-            positions = positions.masked_fill(ended, 0)
+            # Up to the token before: the place of one that was never written may read as NaN.
+            positions = positions - ended.to(positions.dtype)
         lens = SequenceLens(self._rows, [1] * self._rows, [self.longest - 1] * self._rows)
         left = iter(parts)
         return ForwardBatch(

@@ -76,7 +76,7 @@ def test_rows_that_ended_and_rows_of_padding_name_no_unit() -> None:
     batch = inputs.batch()
     assert rows.tolist() == [0, 1, 2, 3]
     assert batch.token_ids.tolist() == [5, 30, 9, 0, 0, 0]
-    assert batch.positions.tolist() == [7, 7, 0, 0, 0, 0]
+    assert batch.positions.tolist() == [7, 7, 6, 6, 0, 0]
     for group in batch.group_index:
         assert isinstance(group, StateIndex)
         assert group.units.tolist() == [1, 2, -1, -1, -1, -1]
