@@ -24,7 +24,7 @@ import typer
 from rich.console import Console
 
 from benchmarks.gpu.sheet import read_rows
-from benchmarks.gpu.tuning import CONFIGS, UNTUNED
+from benchmarks.gpu.tuning import CONFIGS, UNTUNED, UNTUNED_CONFIGS
 from benchmarks.support import report
 
 # Seconds that each may take, the most wanted first.
@@ -49,11 +49,12 @@ def environment(name: str, device: str, out: Path) -> dict[str, str]:
     """Variables of Triton and fla, which both read when they are imported."""
     if device == "cpu":
         return {"TRITON_INTERPRET": "1"}
-    # What a phase has tuned the next one takes, in every process alike.
-    variables = {"FLA_CACHE_MODE": "strict", "FLA_CONFIG_DIR": str((out / CONFIGS).resolve())}
+    # What a phase has chosen the next one takes, in every process alike.
+    folder = UNTUNED_CONFIGS if name in UNTUNED else CONFIGS
+    variables = {"FLA_CACHE_MODE": "strict", "FLA_CONFIG_DIR": str((out / folder).resolve())}
     if name in UNTUNED:
         # Else fla's products of float32 have the ten bits of TF32; and what was not measured is not
-        # remembered on disk.
+        # remembered by Triton.
         variables |= {"TRITON_F32_DEFAULT": "ieee", "FLA_CACHE_RESULTS": "0"}
     return variables
 

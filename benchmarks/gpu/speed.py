@@ -173,7 +173,7 @@ async def _decode(bench: Run, batch: int) -> None:
     if bench.kernels == "torch":
         return
     figure = f"{watch.steps} steps, {watch.replays} replays, {watch.ahead} ran ahead"
-    is_right = watch.replays >= len(steps) <= watch.ahead
+    is_right = min(watch.replays, watch.ahead) >= len(steps)
     bench.sheet.tell(f"{case}: how", figure, "right" if is_right else "wrong")
     if watch.last is not None:
         _replay(bench, batch, step, floor=floor)

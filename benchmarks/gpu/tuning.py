@@ -15,11 +15,11 @@ from typing import Any
 
 import msgspec
 
-CONFIGS = "fla"
-"""Their folder in the folder of a run."""
+CONFIGS, UNTUNED_CONFIGS = "fla", "fla-untuned"
+"""Their folders in the folder of a run: of what was measured, and of what was just taken."""
 TUNED = frozenset({"kernels", "speed"})
 """Phases that measure fla's kernels."""
-UNTUNED = frozenset({"operators", "parity"})
+UNTUNED = frozenset({"operators", "parity", "pairs"})
 """Phases that only compare what they compute."""
 
 
