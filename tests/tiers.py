@@ -24,13 +24,13 @@ def l_shape(*axes: Iterable[object], corner: Sequence[object]) -> Cases:
 
 
 def l_and_diagonal(*axes: Iterable[object], corner: Sequence[object]) -> Cases:
-    """Every day what leaves the corner along one axis; else each other value beside some others.
+    """Every day the corner and what leaves it along one axis; a diagonal through the rest is long.
 
     For cases that take seconds, of which all crossings would take minutes:
 
         corner  x  x  x  x         x: every day
-          x     d                  d: long, as many as the longest axis has values
-          x        d
+          x     d     d            d: long; every value but the corner's comes up
+          x        d     d
     """
     values = [list(axis) for axis in axes]
     everyday = [

@@ -13,7 +13,6 @@ import pytest
 from tests.ops.native import native_kernels
 
 QUICK_S = 300
-
 STOP_S = 60.0
 POLL_S = 0.1
 QUIET_S = 4.0

@@ -106,10 +106,12 @@ def test_a_hand_over_equals_one_node(short: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(loader, "ops_for", lambda *_, **__: column)
 
     async def run() -> None:
-        cluster = Cluster([])
-        p, d = await cluster.pair(write_model_folder(short), transfer_config("zmq"), max_num_seqs=2)
-        await check_tokens_and_logprobs(p, d, [70])
-        await close_all(cluster.nodes)
+        cluster, folder = Cluster([]), write_model_folder(short)
+        try:
+            p, d = await cluster.pair(folder, transfer_config("zmq"), max_num_seqs=2)
+            await check_tokens_and_logprobs(p, d, [70])
+        finally:
+            await close_all(cluster.nodes)
 
     asyncio.run(run())
 
