@@ -5,7 +5,6 @@ damaged byte is found, and what is read again is right.
 """
 
 import asyncio
-import os
 import statistics
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import ExitStack
@@ -29,7 +28,7 @@ from benchmarks.gpu.asking import (
 )
 from benchmarks.gpu.checkpoints import small
 from benchmarks.gpu.sheet import Setting, Sheet, gb_per_s
-from benchmarks.gpu.tuning import save
+from benchmarks.gpu.tuning import UNTUNED_CONFIGS, save
 from benchmarks.hand_over.stamped_node import StampedTransport, Stamps, node_process
 from connector.pd.connector import PdConnector
 from connector.transports.base import SpanPair, Transfer
@@ -71,7 +70,7 @@ def run(sheet: Sheet, setting: Setting) -> None:
         asyncio.run(_damage(sheet, setting))
     if setting.on_gpu:
         # Nodes of other processes would tune what this one's have taken, for a minute each.
-        save(Path(os.environ["FLA_CONFIG_DIR"]))
+        save(setting.out / UNTUNED_CONFIGS)
     for family, transport, d_device in ways[3:4] if setting.quick else ways:
         with sheet.attempt(f"{family}, {transport}, {device} to {d_device}"):
             _pair(sheet, setting, family, transport=transport, d_device=d_device)

@@ -32,7 +32,7 @@ def main(
             watch = Stopwatch()
         elif device != "cpu" and name in UNTUNED:
             take_the_first()
-        phase.run(sheet, Setting(device, models, quick))
+        phase.run(sheet, Setting(device, models, out, quick))
     if watch is not None:
         with sheet.attempt("tuning"):
             kept = save(out / CONFIGS)

@@ -34,10 +34,11 @@ class Row(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True, frozen=True)
 class Setting:
-    """Where a phase runs: `models` is a folder for checkpoints; `quick` is for a CPU's sake."""
+    """Where a phase runs, with folders for checkpoints and results; `quick` is for a CPU's sake."""
 
     device: str
     models: Path
+    out: Path
     quick: bool
 
     @property
